@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_cp.attention.arguments import attention_dtype, check_settings, check_types, lengths_of
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
-from lightning_cp.attention.call import Settings, report_refusal
+from lightning_cp.attention.call import Settings, four_dims, report_refusal, settings_of
 from lightning_cp.attention.derivatives import call_attention
-from lightning_cp.config import ContextParallelConfig, context_config
+from lightning_cp.config import context_config
 from lightning_cp.mesh import SINGLE_RANK, groups_for
 
 
@@ -126,84 +126,15 @@ def context_parallel_attention(
         if q_lengths is None or kv_lengths is None:
             report_refusal(groups)
         raise
+    settings = settings_of(
+        query.shape[-1], causal=is_causal, scale=scale, groups=groups.name, config=config, grouped=enable_gqa
+    )
     lengths = (sizes[0], sizes[1])
-    if isinstance(query, InTransit) or isinstance(key, InTransit) or isinstance(value, InTransit):
-        if groups.shares is not None:
-            raise ValueError(
-                f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares"
-            )
-        return _attend_in_transit(
-            query,
-            key,
-            value,
-            attn_mask,
-            causal=is_causal,
-            scale=scale,
-            grouped=enable_gqa,
-            lengths=lengths,
-            config=config,
-            return_lse=return_lse,
-        )
-    return attend_across(
-        query,
-        key,
-        value,
-        attn_mask,
-        causal=is_causal,
-        scale=scale,
-        grouped=enable_gqa,
-        lengths=lengths,
-        groups=groups.name,
-        config=config,
-        kernel="auto",
-        return_lse=return_lse,
-    )
-
-
-def _attend_in_transit(
-    query: Tensor | InTransit,
-    key: Tensor | InTransit,
-    value: Tensor | InTransit,
-    mask: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    lengths: tuple[list[int], list[int]],
-    config: ContextParallelConfig,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention for arguments in transit: `start_ulysses` has started their exchange."""
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
-        mask = mask[:, None, None, :]
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, groups: str, lengths: tuple[list[int], list[int]]
-    ) -> tuple[Tensor, Tensor]:
-        result = attend_across(
-            q,
-            k,
-            v,
-            mask,
-            causal=causal,
-            scale=scale,
-            grouped=grouped,
-            lengths=lengths,
-            groups=groups,
-            config=config,
-            kernel="auto",
-            return_lse=True,
-        )
-        assert isinstance(result, tuple), "return_lse=True returns a tuple"
-        return result
-
-    settings = Settings(causal, scale, "auto", config.rotate_method, config.convert_to_fp32, grouped)
-    tensors = {"query": query, "key": key, "value": value}
-    out, lse = attend_in_transit(
-        tensors, mask, settings=settings, config=config, lengths=lengths, attend=attend, with_lse=return_lse
-    )
-    return out if lse is None else (out, lse)
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+        return attend_across(query, key, value, attn_mask, settings, lengths=lengths, return_lse=return_lse)
+    if groups.shares is not None:
+        raise ValueError(f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares")
+    return attend_in_transit(query, key, value, attn_mask, settings, lengths=lengths, return_lse=return_lse)
 
 
 def attend_across(
@@ -211,42 +142,18 @@ def attend_across(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    settings: Settings,
     *,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
     lengths: tuple[list[int], list[int]],
-    groups: str,
-    config: ContextParallelConfig,
-    kernel: str,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `context_parallel_attention` from resolved settings, for the engine. Traceable by torch.compile.
 
-    Args:
-        lengths: number of queries and of keys on each rank, in rank order; empty if unknown.
-        groups: `MeshGroups.name`.
-        kernel: one of `kernels.KERNEL_NAMES`.
+    Args: lengths: number of queries and of keys on each rank, in rank order; empty if unknown.
     """
     # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
-    if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
-        mask = mask[:, None, None, :]
+    mask = four_dims(mask, key)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    out, lse = call_attention(
-        query,
-        key,
-        value,
-        mask,
-        causal,
-        scale,
-        grouped,
-        *lengths,
-        groups,
-        config.rotate_method,
-        config.convert_to_fp32,
-        kernel,
-        return_lse,
-    )
+    out, lse = call_attention(query, key, value, mask, *lengths, return_lse, *settings)
     return (out, lse) if return_lse else out

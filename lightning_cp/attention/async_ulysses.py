@@ -6,20 +6,21 @@ with the transfers that have not finished yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import Lengths, Settings, exchange_lengths, ulysses_of
+from lightning_cp.attention.call import Lengths, Settings, exchange_lengths, four_dims, ulysses_of
+from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.attention.ulysses import Ulysses, mask_to_heads, start_to_heads, start_to_tokens
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.config import ContextParallelConfig, context_config
+from lightning_cp.config import context_config
 from lightning_cp.errors import PeerMismatchError, ShapeError
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for, ring_groups
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_by_name, groups_for, ring_groups
 
 _Start = Callable[..., Callable[[], list[Tensor]]]
 
@@ -73,8 +74,10 @@ def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] 
     """
     config = context_config(parallel_config)
     groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config)
-    if groups.ulysses is None:
-        return x
+    return x if groups.ulysses is None else _started(x, groups, None if lengths is None else list(lengths))
+
+
+def _started(x: Tensor, groups: MeshGroups, lengths: list[int] | None) -> InTransit:
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "start_ulysses does not support torch.compile: pass the tensors to attention without it"
@@ -83,13 +86,9 @@ def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] 
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
-    lengths_by_rank = _exchange_token_counts(x, None if lengths is None else list(lengths), groups)
-    to = ulysses_of(
-        Lengths(lengths_by_rank, lengths_by_rank, "", (0,) * len(lengths_by_rank)),
-        x.shape[2],
-        x.shape[2],
-        groups=groups,
-    )
+    lengths_by_rank = _exchange_token_counts(x, lengths, groups)
+    all_lengths = Lengths(lengths_by_rank, lengths_by_rank, "", (0,) * len(lengths_by_rank))
+    to = ulysses_of(all_lengths, x.shape[2], x.shape[2], groups=groups)
     assert to is not None, "the Ulysses degree is above 1"
     transfer = _Transfer(start_to_heads, start_to_tokens, to)
     token = _Begin.apply(x, transfer)  # type: ignore[no-untyped-call]
@@ -97,28 +96,23 @@ def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] 
 
 
 def attend_in_transit(
-    given: Mapping[str, Tensor | InTransit],
+    query: Tensor | InTransit,
+    key: Tensor | InTransit,
+    value: Tensor | InTransit,
     mask: Tensor | None,
-    *,
     settings: Settings,
-    config: ContextParallelConfig,
+    *,
     lengths: tuple[list[int], list[int]],
-    attend: Callable[..., tuple[Tensor, Tensor]],
-    with_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Finish `context_parallel_attention` if at least one argument is in transit.
 
-    Args:
-        given: arguments by name: "query", "key" and "value".
-        mask: 4-D attn_mask; None: no mask.
-        lengths: q_lengths and kv_lengths of the call; empty if unknown.
-        attend: `(q, k, v, mask, groups=, lengths=) -> (out, lse)`, attention over the ring without Ulysses.
-    Returns: out, and lse if `with_lse`, otherwise None.
+    Args: lengths: q_lengths and kv_lengths of the call; empty if unknown.
     """
-    groups = groups_for(config)
+    groups, given = groups_by_name(settings.groups), {"query": query, "key": key, "value": value}
     lengths_by_name = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
     for name, x in given.items():
-        if isinstance(x, InTransit) and x.groups != groups.name:
+        if isinstance(x, InTransit) and x.groups != settings.groups:
             raise ValueError(
                 f"{name} was sent with another parallel_config: use the same one for start_ulysses and attention"
             )
@@ -126,7 +120,8 @@ def attend_in_transit(
             raise ShapeError(
                 f"{name} was sent with lengths {list(x.lengths)}, but attention got {lengths_by_name[name]}"
             )
-    q, k, v = (_in_transit(x, config, lengths_by_name[name]) for name, x in given.items())
+    q, k, v = (_in_transit(x, groups, lengths_by_name[name]) for name, x in given.items())
+    mask = four_dims(mask, k.like)
     all_lengths = exchange_lengths(
         q.like,
         k.like,
@@ -142,14 +137,13 @@ def attend_in_transit(
     if mask is not None:
         mask = mask_to_heads(mask, to=to)
     chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
-    out, lse = attend(q.wait(), k.wait(), v.wait(), mask, groups=ring_groups(groups).name, lengths=chunks)
-    return _to_tokens(out, to), _to_tokens(lse, to) if with_lse else None
+    settings = settings._replace(groups=ring_groups(groups).name)
+    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *settings)
+    return (_to_tokens(out, to), _to_tokens(lse, to)) if return_lse else _to_tokens(out, to)
 
 
-def _in_transit(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[int]) -> InTransit:
-    sent = start_ulysses(x, parallel_config=config, lengths=lengths or None) if isinstance(x, Tensor) else x
-    assert isinstance(sent, InTransit), "another argument is in transit, so the Ulysses degree is above 1"
-    return sent
+def _in_transit(x: Tensor | InTransit, groups: MeshGroups, lengths: list[int]) -> InTransit:
+    return _started(x, groups, lengths or None) if isinstance(x, Tensor) else x
 
 
 def _to_tokens(x: Tensor, to: Ulysses) -> Tensor:

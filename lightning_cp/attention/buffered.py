@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.arguments import attention_dtype
-from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
-from lightning_cp.attention.keys import Ring
+from lightning_cp.attention.call import Lengths, Settings, check_tensors, four_dims, ring_of, ulysses_of
 from lightning_cp.attention.ring import ring_forward
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.comm.packet import piece_of
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.errors import ShapeError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_by_name
 
 Ranges = tuple[range, ...]
 
@@ -75,10 +74,7 @@ def attend_buffered(
     ranges: Sequence[Ranges],
     total: int,
     q_lengths: Sequence[int],
-    scale: float | None,
-    groups: MeshGroups,
-    kernel: str,
-    accumulate_fp32: bool,
+    settings: Settings,
 ) -> Tensor:
     """Put the keys of all ranks into `buffer`, and compute attention of the local queries over the whole buffer.
 
@@ -91,18 +87,13 @@ def attend_buffered(
         ranges: for each rank, the positions of its new keys in the whole sequence, in the order of its tensor.
         total: number of keys of the whole sequence.
         q_lengths: number of queries on each rank.
-        scale: factor on the scores; None: head_dim ** -0.5.
-        groups: process groups of the mesh. kernel, accumulate_fp32: see `Ring`.
     Returns: [b, s_local, hq, d]. Ranks: all of the context group. Gradient: none.
     Raises: ShapeError, KernelError: shapes, dtypes or the mask do not fit; an input requires a gradient.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise ShapeError("attention over buffered keys has no gradient: use torch.no_grad()")
     query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
-    if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
-        mask = mask[:, None, None, :]
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    settings = Settings(False, scale, kernel, "allgather", accumulate_fp32)
+    mask, groups = four_dims(mask, key), groups_by_name(settings.groups)
     check_tensors(query, key, value, mask, groups=groups, settings=settings)
     lengths = _lengths(query, key, mask, q_lengths=q_lengths, ranges=ranges, total=total)
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=groups)
@@ -113,7 +104,8 @@ def attend_buffered(
         new.append(mask)
     _receive(new, buffer, ranges=ranges, total=total, groups=groups)
     keys, values, *masks = buffer.tensors
-    ring = Ring(None, 0, (total,), "query_mask" if mask is not None else "", False, scale, kernel, "", accumulate_fp32)
+    all_keys = Lengths((0,), (total,), "query_mask" if mask is not None else "")
+    ring = ring_of(all_keys, groups=SINGLE_RANK, settings=settings)
     part = ring_forward(query, keys.transpose(1, 2), values.transpose(1, 2), masks[0] if masks else mask, ring=ring)
     if ulysses is None:
         return part.out.contiguous()

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.kernels import choose_kernel
 from lightning_cp.mesh import MeshGroups
@@ -22,16 +24,38 @@ from lightning_cp.mesh import MeshGroups
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of one attention call, other than its tensors."""
+class Settings(NamedTuple):
+    """Settings of one attention call, other than its tensors and lengths: the last arguments of the operators.
+
+    Attributes:
+        groups: `MeshGroups.name`.
+        kernel: one of `kernels.KERNEL_NAMES`.
+        grouped: True: there may be fewer key heads than query heads.
+        others: see `Ring`.
+    """
 
     causal: bool
     scale: float
+    groups: str
     kernel: str
     rotate_method: str
     accumulate_fp32: bool
-    grouped: bool = True
+    grouped: bool
+
+
+def settings_of(
+    head_dim: int,
+    *,
+    causal: bool,
+    scale: float | None,
+    groups: str,
+    config: ContextParallelConfig,
+    kernel: str = "auto",
+    grouped: bool = True,
+) -> Settings:
+    """Return the settings of a call. Args: scale: factor on the scores; None: head_dim ** -0.5."""
+    scale = max(head_dim, 1) ** -0.5 if scale is None else float(scale)
+    return Settings(causal, scale, groups, kernel, config.rotate_method, config.convert_to_fp32, grouped)
 
 
 @dataclass(frozen=True)
@@ -48,6 +72,11 @@ class Lengths:
     key: tuple[int, ...]
     mask_kind: str = ""
     mask_query_sizes: tuple[int, ...] = ()
+
+
+def four_dims(mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return a mask [batch, keys_local] of the local keys with four dims; any other mask as it is."""
+    return mask[:, None, None, :] if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2] else mask
 
 
 def check_tensors(

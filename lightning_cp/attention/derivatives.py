@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.call import Settings
 from lightning_cp.attention.operator import (
     LIBRARY,
     ForwardResults,
@@ -37,6 +38,7 @@ _NO_DERIVATIVE_OF_A_TANGENT = (
     "loss on a model that is not context-parallel"
 )
 
+_SETTINGS = 7  # index of the first setting in the operator's arguments
 _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)  # keys of plain tensors, that is, of calls that only a device handles
 
 
@@ -57,7 +59,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
     Returns: q, k, v, out, lse and mask after the Ulysses exchange, lengths, and with Ulysses the result lse. Autograd
         finds through it that a gradient depends on the inputs: no other saved tensor has a graph then.
     """
-    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
+    query, key, value, mask, _, _, with_lse, *settings = inputs
     out, lse, *ring_tensors, encoded_lengths = output
     saved: tuple[Tensor | None, ...]
     if ring_tensors[0].ndim == 4:
@@ -69,7 +71,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
     ctx.module = STATS.module
-    ctx.settings = (causal, scale, groups, rotate_method, accumulate_fp32, kernel)
+    ctx.settings = settings
     return saved
 
 
@@ -93,7 +95,7 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: Any, others: list[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return out and lse. Args: others: receives the results without a gradient, which autograd need not wrap."""
-        check_has_gradient(arguments[-2])
+        check_has_gradient(Settings(*arguments[_SETTINGS:]).kernel)
         results: ForwardResults = _without_autograd(attention, run_attention, keys, arguments)
         _save(ctx, arguments, results)
         others += results[2:]
@@ -162,7 +164,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask = tangents[:4]
         if mask is not None:
             raise NotImplementedError("attn_mask has a tangent, but its forward derivative is not computed: detach it")
-        choose_tangent_kernel(ctx.settings[-1])
+        choose_tangent_kernel(Settings(*ctx.settings).kernel)
         saved = [None if x is None else primal_of(x) for x in ctx.saved_tensors[:-1]]
         arguments = (ctx.out_shape, ctx.key_shape, ctx.with_lse, *ctx.settings)
         out, lse = _Tangents.apply(query, key, value, *saved, *arguments)  # type: ignore[no-untyped-call]
@@ -199,7 +201,11 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_tangents(*arguments)
+        query_shape, key_shape, with_lse, *settings = arguments[10:]
+        shapes = (query_shape, key_shape, key_shape)
+        return attention_tangents(
+            arguments[:3], arguments[3:10], shapes=shapes, with_lse=with_lse, settings=Settings(*settings)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

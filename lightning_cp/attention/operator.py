@@ -7,7 +7,7 @@ Process groups are passed by name; see `mesh.groups_by_name`. The derivatives ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,14 +28,17 @@ ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, T
 LIBRARY = torch.library.Library("lightning_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _define(name: str, body: Callable[..., Any]) -> Any:
-    """Define the operator `lightning_cp::<name>` for all devices.
+_SETTINGS = ", ".join(f"{kind.__name__} {name}" for name, kind in get_type_hints(Settings).items())
+
+
+def _define(body: Callable[..., Any], name: str, inputs: str, results: int) -> Any:
+    """Define the operator `lightning_cp::<name>` for all devices: its inputs, and a call's `Settings` one by one.
 
     Without the checks of `torch.library.custom_op`, which take longer than this package's own code. So `body` must
     return new tensors that share no memory.
     """
-    schema = torch.library.infer_schema(body, mutates_args=())
-    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    schema = f"{name}({inputs}, {_SETTINGS}) -> ({', '.join(['Tensor'] * results)})"
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.lightning_cp, name).default
 
@@ -45,26 +48,16 @@ def run_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    grouped: bool,
     q_lengths: list[int],
     kv_lengths: list[int],
-    groups: str,
-    rotate_method: str,
-    accumulate_fp32: bool,
-    kernel: str,
     with_lse: bool,
+    *settings: Any,
 ) -> ForwardResults:
     """Compute attention: query [b, s_local, hq, d] -> out, same shape, and lse [b, s_local, hq].
 
-    With Ulysses lse is empty unless `with_lse`. The other arguments: see `Settings` and `exchange_lengths`.
+    With Ulysses lse is empty unless `with_lse`. The other arguments: see `exchange_lengths` and `Settings`.
     """
-    mesh_groups = groups_by_name(groups)
-    settings = (causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
-    call = prepare(
-        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=mesh_groups, settings=settings
-    )
+    call = prepare(query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, settings=Settings(*settings))
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:
         part = ring_forward(query, key, value, mask, ring=ring)
@@ -84,7 +77,12 @@ def run_attention(
     return out.contiguous(), lse.contiguous(), *saved, encoded_lengths  # type: ignore[return-value]
 
 
-attention = _define("attention", run_attention)
+attention = _define(
+    run_attention,
+    "attention",
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, SymInt[] q_lengths, SymInt[] kv_lengths, bool with_lse",
+    len(get_args(ForwardResults)),
+)
 
 
 @torch.library.register_fake("lightning_cp::attention", lib=LIBRARY)  # type: ignore[untyped-decorator]
@@ -93,21 +91,15 @@ def _(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    grouped: bool,
     q_lengths: list[int],
     kv_lengths: list[int],
-    groups: str,
-    rotate_method: str,
-    accumulate_fp32: bool,
-    kernel: str,
     with_lse: bool,
+    *settings: Any,
 ) -> ForwardResults:
     keep_order_of_attentions()
-    mesh_groups = groups_by_name(groups)
-    settings = Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
-    check_tensors(query, key, value, mask, groups=mesh_groups, settings=settings)
+    call = Settings(*settings)
+    mesh_groups = groups_by_name(call.groups)
+    check_tensors(query, key, value, mask, groups=mesh_groups, settings=call)
     lse_dtype = accumulation_dtype_of(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
     encoded_lengths = torch.empty(3 * mesh_groups.context_size + 1, dtype=torch.int64, device="cpu")
@@ -149,12 +141,7 @@ def run_attention_backward(
     mask: Tensor | None,
     encoded_lengths: Tensor,
     key_shape: list[int],
-    causal: bool,
-    scale: float,
-    groups: str,
-    rotate_method: str,
-    accumulate_fp32: bool,
-    kernel: str,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv, in the shapes of the inputs, from grad_out [b, s_local, hq, d].
 
@@ -164,11 +151,9 @@ def run_attention_backward(
         mask: mask after the Ulysses exchange.
         encoded_lengths: result of `encode_lengths`.
         key_shape: shape of the key passed to forward.
+        settings: see `Settings`.
     """
-    mesh_groups, settings = groups_by_name(groups), (causal, scale, kernel, rotate_method, accumulate_fp32)
-    ring, ulysses = prepared_again(
-        encoded_lengths, grad_out.shape[2], key_shape[2], groups=mesh_groups, settings=settings
-    )
+    ring, ulysses = prepared_again(encoded_lengths, grad_out.shape[2], key_shape[2], settings=Settings(*settings))
     q, k, v, out, lse = saved
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)
@@ -184,7 +169,12 @@ def run_attention_backward(
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 
 
-attention_backward = _define("attention_backward", run_attention_backward)
+attention_backward = _define(
+    run_attention_backward,
+    "attention_backward",
+    "Tensor grad_out, Tensor? grad_lse, Tensor[] saved, Tensor? mask, Tensor encoded_lengths, SymInt[] key_shape",
+    3,
+)
 
 
 @torch.library.register_fake("lightning_cp::attention_backward", lib=LIBRARY)  # type: ignore[untyped-decorator]
@@ -195,12 +185,7 @@ def _(
     mask: Tensor | None,
     encoded_lengths: Tensor,
     key_shape: list[int],
-    causal: bool,
-    scale: float,
-    groups: str,
-    rotate_method: str,
-    accumulate_fp32: bool,
-    kernel: str,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = saved[0].dtype
     key, value = (grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from lightning_cp.attention.call import Lengths, Settings, are_known, exchange_lengths, ring_of, ulysses_of
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh import MeshGroups, groups_by_name
 
 _KINDS = ("", "key_mask", "query_mask")
 
@@ -33,21 +32,20 @@ def prepare(
     *,
     q_lengths: list[int],
     kv_lengths: list[int],
-    groups: MeshGroups,
-    settings: tuple[Any, ...],
+    settings: Settings,
 ) -> Prepared:
     """Check a call, and return its exchanges. Kept for later calls, unless ranks have to exchange lengths.
 
-    Args: settings: values of `Settings`, in its order.
-    Other Args, Ranks, Raises: see `exchange_lengths`.
+    Args, Ranks, Raises: see `exchange_lengths`.
     """
+    groups = groups_by_name(settings.groups)
 
     def build() -> Prepared:
         lengths = exchange_lengths(
-            q, k, v, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=groups, settings=Settings(*settings)
+            q, k, v, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=groups, settings=settings
         )
         ulysses = ulysses_of(lengths, q.shape[2], k.shape[2], groups=groups)
-        return Prepared(ring_of(lengths, groups=groups, settings=Settings(*settings)), ulysses, encode_lengths(lengths))
+        return Prepared(ring_of(lengths, groups=groups, settings=settings), ulysses, encode_lengths(lengths))
 
     if not are_known(q_lengths, kv_lengths, mask, groups):
         return build()
@@ -56,15 +54,14 @@ def prepare(
     return groups.keep((tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
 
 
-def prepared_again(
-    encoded_lengths: Tensor, hq: int, hk: int, *, groups: MeshGroups, settings: tuple[Any, ...]
-) -> tuple[Ring, Ulysses | None]:
+def prepared_again(encoded_lengths: Tensor, hq: int, hk: int, *, settings: Settings) -> tuple[Ring, Ulysses | None]:
     """Return the exchanges of an earlier call. Args: hq, hk: number of query and KV heads of all ranks."""
+    groups = groups_by_name(settings.groups)
     numbers: list[int] = encoded_lengths.tolist()
 
     def build() -> tuple[Ring, Ulysses | None]:
         lengths = _decoded(numbers, groups)
-        return ring_of(lengths, groups=groups, settings=Settings(*settings)), ulysses_of(lengths, hq, hk, groups=groups)
+        return ring_of(lengths, groups=groups, settings=settings), ulysses_of(lengths, hq, hk, groups=groups)
 
     return groups.keep((tuple(numbers), hq, hk, settings), build)
 

@@ -9,59 +9,47 @@ Out and lse are known from forward, so the contributions of all chunks are added
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.call import Settings
 from lightning_cp.attention.keys import Ring, key_tangents
 from lightning_cp.attention.prepared import prepared_again
 from lightning_cp.attention.ring import ring_keys
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.kernels import Inputs, PartialAttention
-from lightning_cp.mesh import groups_by_name
 
 
 def attention_tangents(
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    encoded_lengths: Tensor,
-    query_shape: list[int],
-    key_shape: list[int],
+    tangents: Sequence[Tensor | None],
+    saved: Sequence[Any],
+    *,
+    shapes: Sequence[Sequence[int]],
     with_lse: bool,
-    causal: bool,
-    scale: float,
-    groups: str,
-    rotate_method: str,
-    accumulate_fp32: bool,
-    kernel: str,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
     """Compute the tangents of out [b, s_local, hq, d] and lse [b, s_local, hq].
 
     With Ulysses the tangent of lse is empty unless `with_lse`.
 
     Args:
-        dq, dk, dv: tangents of the inputs, as in the formulas above; None: 0.
-        q, k, v, out, lse, mask, encoded_lengths: tensors saved by `operator.attention`.
-        query_shape, key_shape: shapes of the inputs query and key.
-        with_lse, causal, ...: see `operator.attention`.
+        tangents: dq, dk and dv, as in the formulas above; None: 0.
+        saved: q, k, v, out, lse, mask and encoded_lengths, saved by `operator.attention`.
+        shapes: shapes of the inputs query, key and value.
     Ranks: all of the context group.
     """
-    mesh_groups, settings = groups_by_name(groups), (causal, scale, kernel, rotate_method, accumulate_fp32)
-    shapes = (query_shape, key_shape, key_shape)
-    given = zip((dq, dk, dv), shapes, strict=True)
-    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in given))
-    ring, ulysses = prepared_again(encoded_lengths, query_shape[2], key_shape[2], groups=mesh_groups, settings=settings)
+    q, k, v, out, lse, mask, encoded_lengths = saved
+    given = zip(tangents, shapes, strict=True)
+    changes = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in given))
+    ring, ulysses = prepared_again(encoded_lengths, shapes[0][2], shapes[1][2], settings=settings)
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)
     if ulysses is not None:
-        tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
-    contribution = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)
+        changes = Inputs(*tokens_to_heads(*changes, None, to=ulysses)[:3])
+    contribution = ring_tangents(Inputs(q, k, v), changes, PartialAttention(out, lse), mask, ring=ring)
     if ulysses is not None:
         contribution = partial_to_tokens(contribution, with_lse=with_lse, to=ulysses)
     return contribution.out.contiguous(), contribution.lse.contiguous()

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.callbacks.ema import AveragingCallback, EMACallback
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
 from lightning_cp.training.loggers import log_picture
@@ -133,10 +134,7 @@ class SamplingCallback(AveragingCallback):
 def _check_shapes(samples: object) -> None:
     """Compare sample shapes between ranks. Raises, on every rank: ValueError: no pictures, or different shapes."""
     shape = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
-    shapes = [shape]
-    if dist.is_initialized():
-        shapes = [shape] * dist.get_world_size()
-        dist.all_gather_object(shapes, shape)
+    shapes = gather_objects(shape, dist.group.WORLD)
     valid = isinstance(shape, tuple) and len(shape) in (4, 5) and shape[1] in (1, 3, 4) and all(shape)
     if len(set(shapes)) > 1 or not valid:
         shapes_by_rank = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(shapes))

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned, remove_owner_file
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
 from lightning_cp.files import new_file, writing
+from lightning_cp.locks import unlock
 
 EARLIER_KEPT = "Earlier checkpoints are kept"
 _OLDER_KEPT = "An older version of it is unchanged"
@@ -55,7 +56,7 @@ def drop_scratch(parent: Path, step: int) -> None:
     scratch = scratch_path(parent, step)
     if scratch in _locks:
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(_locks.pop(scratch))
+        unlock(_locks.pop(scratch))
 
 
 def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
@@ -66,7 +67,7 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     replace_folder(scratch, folder)
     remove_owner_file(folder)
     if scratch in _locks:
-        os.close(_locks.pop(scratch))
+        unlock(_locks.pop(scratch))
     for old in parent.glob(f"step_*{_REPLACED}"):  # left by a writer that was killed during the exchange
         _remove_atomically(old)
     others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # may include later steps

@@ -1,7 +1,6 @@
 """Lock folders with `flock` while their process runs, and remove folders of ended processes."""
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_cp.files import writing
+from lightning_cp.locks import lock, unlock
 
 _OWNER = ".owner"
 _IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # long for other hosts: some file systems do not share locks
@@ -20,24 +20,21 @@ def lock_new_folder(make: Callable[[], Path]) -> tuple[Path, int]:
     """Make a folder and lock it (shared `flock`).
 
     Args: make: function that makes a new folder; called again if another process removed it before it was locked.
-    Returns: the folder, and a descriptor; the lock lasts until it is closed or the process ends.
+    Returns: the folder, and the descriptor of its lock.
     """
     while True:
-        folder = make()
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        folder, descriptor = make(), -1
         try:
-            with suppress(OSError):  # a file system without locks: `remove_abandoned` then removes only with `at_once`
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            descriptor, _ = lock(folder, shared=True)  # without locks `remove_abandoned` removes only with `at_once`
             with writing(folder / _OWNER), open(folder / _OWNER, "x", encoding="utf-8") as owner:
                 owner.write(socket.gethostname())
+            return folder, descriptor
         except BaseException as error:
-            os.close(descriptor)
+            unlock(descriptor)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
                 continue  # it was removed
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        else:
-            return folder, descriptor
 
 
 def remove_owner_file(folder: Path) -> None:
@@ -52,25 +49,19 @@ def remove_abandoned(folders: Iterable[Path], *, at_once: bool = False) -> None:
         an owner must be unchanged for some seconds, and a folder of another host for an hour.
     """
     for folder in folders:
-        with suppress(OSError):  # gone already, or not readable
+        with suppress(OSError):  # gone already, not readable, or locked by its process
             if folder.lstat().st_uid == os.getuid():
                 _remove_abandoned(folder, at_once=at_once)
 
 
 def _remove_abandoned(folder: Path, *, at_once: bool) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor, no_locks = lock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-        if at_once or time.time() - changed > _wait_s(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return  # its process is running
-    except OSError:  # file system without locks
-        if at_once:
+        if at_once or (no_locks is None and time.time() - changed > _wait_s(folder)):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(descriptor)
+        unlock(descriptor)
 
 
 def _wait_s(folder: Path) -> float:

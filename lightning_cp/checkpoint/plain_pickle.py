@@ -1,15 +1,14 @@
 """Read a pickle as plain data, without importing, calling or changing anything that it names."""
 
-import io
 import pickle
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+import pickletools
+from collections.abc import Container
+from typing import Any
 
-_PLAIN_OPCODES = (
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
-    "BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST EMPTY_DICT MEMOIZE PUT BINPUT LONG_BINPUT GET "
-    "BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
-)
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+# Opcodes that take objects from the stack, and how many; 0: those above the last mark.
+_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "TUPLE": 0, "APPENDS": 0, "SETITEMS": 0}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 class UnknownNameError(Exception):
@@ -31,81 +30,80 @@ class Record:
         self.name, self.args, self.state = name, args, None
 
 
-def read_pickle(content: bytes, names: Iterable[str]) -> Any:
+def read_pickle(content: bytes, names: Container[str]) -> Any:
     """Unpickle into dicts, lists, tuples, plain values and `Record`s.
 
     Only the opcodes of pickled dataclasses, enums and plain values are supported: no persistent or extension ids, no
-    sets, no keyword arguments. This module executes each opcode itself, so none acts on an object of this process.
+    sets, no keyword arguments. None acts on an object of this process. (`pickle.Unpickler` is not used, although its
+    `find_class` could return inert classes: a large memo index makes it allocate gigabytes, and it crashes when it
+    hashes a deeply nested tuple as the key of a dict.)
 
     Args:
         content: one pickle.
         names: allowed names, in the form `module.name`.
     Raises: UnknownNameError: it has another name. UnpicklingError and others: it is damaged or has another opcode.
     """
-    return _Unpickler(io.BytesIO(content), frozenset(names)).load()
+    stack, below, memo = list[Any](), list[list[Any]](), dict[int, Any]()  # below: the stacks under each mark
+    arg: Any
+    for opcode, arg, _ in pickletools.genops(content):
+        kind = opcode.name
+        if kind in _VALUES:
+            stack.append(arg)
+        elif kind in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
+            memo[len(memo) if kind == "MEMOIZE" else arg] = stack[-1]
+        elif kind in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[arg])
+        elif kind in _CONSTANTS:
+            stack.append(_CONSTANTS[kind])
+        elif kind in ("EMPTY_LIST", "EMPTY_DICT"):
+            stack.append([] if kind == "EMPTY_LIST" else {})
+        elif kind == "MARK":
+            below.append(stack)
+            stack = []
+        elif kind in _TAKEN:
+            if count := _TAKEN[kind]:
+                items = [stack.pop() for _ in range(count)][::-1]
+            else:
+                items, stack = stack, below.pop()
+            if kind.startswith("TUPLE"):
+                stack.append(tuple(items))
+            else:
+                _add(stack[-1], items, to_dict=kind.startswith("SET"))
+        elif kind in ("GLOBAL", "STACK_GLOBAL"):
+            last, first = (stack.pop(), stack.pop()) if kind == "STACK_GLOBAL" else reversed(arg.split(" ", 1))
+            if f"{first}.{last}" not in names:
+                raise UnknownNameError(f"{first}.{last}"[:200])
+            stack.append(Record(f"{first}.{last}"))
+        elif kind in ("REDUCE", "NEWOBJ"):
+            args, made = stack.pop(), stack.pop()
+            stack.append(_created(made, args))
+        elif kind == "BUILD":
+            state, made = stack.pop(), stack[-1]
+            if not (type(made) is Record and made.args is not None and made.state is None):
+                raise pickle.UnpicklingError("it sets the state of something other than a new object")
+            made.state = state
+        elif kind == "STOP":
+            return stack.pop()
+        elif kind not in ("PROTO", "FRAME"):
+            raise pickle.UnpicklingError(f"it has the unsupported opcode {kind}")
+    raise pickle.UnpicklingError("it has no end")
 
 
-_Interpreter: Any = pickle._Unpickler  # the pure-Python class: its opcodes can be replaced
+def _created(kind: Any, args: Any) -> Any:
+    if not (type(kind) is Record and kind.args is None and kind.state is None and type(args) is tuple):
+        raise pickle.UnpicklingError("it creates an object of something other than a class")
+    # An OrderedDict becomes a dict: the same opcodes fill it.
+    return {} if kind.name == "collections.OrderedDict" and not args else Record(kind.name, args)
 
 
-class _Unpickler(_Interpreter):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, names: frozenset[str]) -> None:
-        super().__init__(file)
-        self._names = names
-
-    def find_class(self, module: str, name: str) -> Record:
-        if f"{module}.{name}" not in self._names:
-            raise UnknownNameError(f"{module}.{name}"[:200])
-        return Record(f"{module}.{name}")
-
-    def _create(self) -> None:
-        args, kind = self.stack.pop(), self.stack.pop()
-        if not (type(kind) is Record and kind.args is None and kind.state is None and type(args) is tuple):
-            raise pickle.UnpicklingError("it creates an object of something other than a class")
-        # An OrderedDict becomes a dict: the same opcodes fill it.
-        self.append({} if kind.name == "collections.OrderedDict" and not args else Record(kind.name, args))
-
-    def _build(self) -> None:
-        state, created = self.stack.pop(), self.stack[-1]
-        if not (type(created) is Record and created.args is not None and created.state is None):
-            raise pickle.UnpicklingError("it sets the state of something other than a new object")
-        created.state = state
-
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self.pop_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        if type(self.stack[-1]) is not list:
-            raise pickle.UnpicklingError("it appends to something other than a list")
-        self.stack[-1].extend(items)
-
-    def _setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def _setitems(self) -> None:
-        self._update(self.pop_mark())
-
-    def _update(self, items: list[Any]) -> None:
-        if type(self.stack[-1]) is not dict or len(items) % 2:
-            raise pickle.UnpicklingError("it sets items of something other than a dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in (str, int, Record):  # the hash of a deeply nested tuple overflows the stack
-                raise pickle.UnpicklingError(f"a dict has a key of the unsupported type {type(key).__name__}")
-            self.stack[-1][key] = value
-
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **{
-            getattr(pickle, name)[0]: _Interpreter.dispatch[getattr(pickle, name)[0]] for name in _PLAIN_OPCODES.split()
-        },
-        pickle.REDUCE[0]: _create,
-        pickle.NEWOBJ[0]: _create,
-        pickle.BUILD[0]: _build,
-        pickle.APPEND[0]: _append,
-        pickle.APPENDS[0]: _appends,
-        pickle.SETITEM[0]: _setitem,
-        pickle.SETITEMS[0]: _setitems,
-    }
+def _add(target: Any, items: list[Any], *, to_dict: bool) -> None:
+    """Add items to a list, or keys and values in turn to a dict."""
+    if type(target) is list and not to_dict:
+        target.extend(items)
+        return
+    if type(target) is not dict or not to_dict or len(items) % 2:
+        raise pickle.UnpicklingError("it adds items to something other than a list or a dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) not in (str, int, Record):  # the hash of a deeply nested tuple overflows the stack
+            raise pickle.UnpicklingError(f"a dict has a key of the unsupported type {type(key).__name__}")
+        target[key] = value

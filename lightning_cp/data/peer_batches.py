@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.data.equal_draws import draw_equally
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.random_state import get_random_state, is_same_state, set_random_state
@@ -162,8 +163,7 @@ class DifferentOrders(WrappedSampler):
             return
         order = iter(self.order)
         first = list(islice(order, 1 if hasattr(self.order, "state_dict") else _COMPARED))
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (first, self.length))
+        gathered = gather_objects((first, self.length), dist.group.WORLD)
         if first and all(other == gathered[0] for other in gathered):
             raise DataError(
                 f"all {self.groups.data_size} data groups read the same batches: they begin with {str(first[0])[:60]}. "

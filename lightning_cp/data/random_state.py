@@ -5,7 +5,6 @@ Ranks of a context group share a sample, so they must draw the same numbers. Dat
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.checksum import digest_ints
 from lightning_cp.mesh import MeshGroups
 
 State = dict[str, Any]
@@ -54,9 +55,7 @@ def share_random_state(groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    gathered: list[Any] = [None] * groups.context_size
-    dist.all_gather_object(gathered, _as_arrays(get_random_state()), group=groups.context)
-    set_random_state(_as_tensors(gathered[0]))
+    set_random_state(_as_tensors(gather_objects(_as_arrays(get_random_state()), groups.context)[0]))
 
 
 def separate_random_states(groups: MeshGroups) -> None:
@@ -87,9 +86,8 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
     """
     if not dist.is_initialized():
         return [get_random_state()]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (data_rank, _as_arrays(get_random_state())))
-    first = dict(reversed(gathered))  # keep the lowest rank of each data group
+    own = (data_rank, _as_arrays(get_random_state()))
+    first = dict(reversed(gather_objects(own, dist.group.WORLD)))  # keep the lowest rank of each data group
     return [_as_tensors(first[group]) for group in range(data_size)]
 
 
@@ -174,7 +172,7 @@ def _as_tensors(value: Any) -> Any:
 
 def _digest(value: Any) -> int:
     """Return a 64-bit hash of a nest of tensors and plain values."""
-    return int.from_bytes(hashlib.blake2b(repr(_plain(value)).encode(), digest_size=8).digest(), "big")
+    return digest_ints(_plain(value), 1)[0] & ((1 << 64) - 1)
 
 
 def _plain(value: Any) -> Any:

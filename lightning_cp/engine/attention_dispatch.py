@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_cp.attention import attend_across
+from lightning_cp.attention.call import settings_of
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.patch_attention import attend_in_patches
@@ -157,33 +158,19 @@ class AttentionDispatcher:
             )
         if mask is not None and not sizes[1] and self.kinds is not None and self.kinds[0].cached:
             raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
-        kernel, scale = kernel_for(session, backend), self._scale(scale, query)
-        if session.current().evaluation is not None:
-            return attend_in_patches(
-                query,
-                key,
-                value,
-                mask,
-                self._split_kind(sizes),
-                sizes=sizes,
-                causal=causal,
-                scale=scale,
-                session=session,
-                kernel=kernel,
-            )
-        out = attend_across(
-            query,
-            key,
-            value,
-            mask if mask is None else self._split_mask(mask, sizes[1]),
+        settings = settings_of(
+            query.shape[-1],
             causal=causal,
-            scale=scale,
-            grouped=True,
-            lengths=sizes,
+            scale=self._scale(scale, query),
             groups=session.groups.name,
             config=session.config,
-            kernel=kernel,
+            kernel=kernel_for(session, backend),
         )
+        if session.current().evaluation is not None:
+            kind = self._split_kind(sizes)
+            return attend_in_patches(query, key, value, mask, kind, sizes=sizes, session=session, settings=settings)
+        mask = mask if mask is None else self._split_mask(mask, sizes[1])
+        out = attend_across(query, key, value, mask, settings, lengths=sizes)
         assert isinstance(out, Tensor), "return_lse is off"
         return out
 

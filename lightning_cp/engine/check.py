@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
 from lightning_cp.mesh import MeshGroups, groups_for
@@ -123,11 +124,7 @@ def check_plan(
     if groups.context is not None:
         average_in_place([x for x in gradients.values() if x is not None], groups.context)
     found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
-    by_rank: list[Any] = [found]
-    if groups.context is not None:
-        by_rank = [None] * groups.context_size
-        dist.all_gather_object(by_rank, found, group=groups.context)
-    by_output, by_parameter = zip(*by_rank, strict=True)
+    by_output, by_parameter = zip(*gather_objects(found, groups.context), strict=True)
     return PlanCheck(_worst(by_output), _worst(by_parameter), tolerance)
 
 

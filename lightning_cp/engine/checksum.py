@@ -42,10 +42,10 @@ def checksum(x: Tensor) -> int:
     return int(total)
 
 
-def digest_ints(value: object) -> list[int]:
-    """Return a hash of `repr(value)` as three 64-bit integers, which ranks can exchange."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=24).digest()
-    return [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+def digest_ints(value: object, count: int = 3) -> list[int]:
+    """Return a hash of `repr(value)` as 64-bit integers, which ranks can exchange."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8 * count).digest()
+    return [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, len(digest), 8)]
 
 
 def version_of(x: Tensor) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.buffered import attend_buffered
+from lightning_cp.attention.call import Settings
 from lightning_cp.engine.lengths import Sizes
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.session import Session
@@ -21,10 +22,8 @@ def attend_in_patches(
     kind: Attention | None,
     *,
     sizes: Sizes,
-    causal: bool,
-    scale: float | None,
     session: Session,
-    kernel: str,
+    settings: Settings,
 ) -> Tensor:
     """Compute one attention call of the current patch, or of the whole sequence, and fill its buffer.
 
@@ -42,7 +41,7 @@ def attend_in_patches(
         raise InterceptionError(
             "a model that is computed in patches cannot be compiled: do not compile it, or its blocks"
         )
-    if causal or kind is None or kind.form != "softmax":
+    if settings.causal or kind is None or kind.form != "softmax":
         raise InterceptionError("causal, block-causal or ragged attention cannot be computed in patches: use patches=1")
     held = kind.queries if kind.keys is None else kind.keys
     modalities = tuple(modality for modality in evaluation.order if modality in held)
@@ -66,8 +65,5 @@ def attend_in_patches(
         ranges=ranges,
         total=total,
         q_lengths=sizes[0],
-        scale=scale,
-        groups=session.groups,
-        kernel=kernel,
-        accumulate_fp32=session.config.convert_to_fp32,
+        settings=settings,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_cp.comm.to_device import to_device
 from lightning_cp.compat.torch_names import no_torch_dispatch
+from lightning_cp.engine.checksum import digest_ints
 from lightning_cp.nest import named_leaves
 
 SAMPLES = 4096  # elements read of each argument
@@ -169,7 +169,7 @@ def _shape_and_dtype(x: Tensor) -> str:
 
 def _hash(value: object) -> float:
     """Return a 48-bit hash plus 1, which float64 represents exactly; never 0."""
-    return float(1 + int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big"))
+    return float(1 + (digest_ints(value, 1)[0] & ((1 << 48) - 1)))
 
 
 def _readable(x: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.compat.torch_names import (
     get_unwrapped,
@@ -184,8 +185,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
         return
     local = {name: digest(x) for name, x in tensors("", arguments)}
     local |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
-    by_rank: list[Any] = [None] * groups.context_size
-    dist.all_gather_object(by_rank, local, group=groups.context)
+    by_rank = gather_objects(local, groups.context)
     for rank, other in enumerate(by_rank):
         problem = difference(by_rank[0], other)
         if problem:

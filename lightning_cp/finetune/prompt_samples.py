@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from lightning_cp.comm.agree import text_of
 from lightning_cp.engine.apply import installed_on, parallelize
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae

@@ -14,9 +14,9 @@ class Job:
     """One run of a function on all ranks.
 
     Args:
-        target: the function, as `package.module:function` or `/path/to/file.py:function`; it is called with the
-            configuration on every rank.
-        config: path of the resolved configuration, a YAML file.
+        target: the function, as `package.module:function` or `/path/to/file.py:function`; it is called on every
+            rank with `config`.
+        config: path of the file with the target's settings.
         world_size: number of ranks.
         log_dir: folder for the output of all ranks but the first, and for every rank's traceback.
         threads: CPU threads per rank; 0 leaves the choice to the environment.

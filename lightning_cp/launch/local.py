@@ -15,12 +15,12 @@ from types import FrameType
 
 from typing_extensions import override
 
-from lightning_cp.comm.rendezvous import listen, loopback_environment, rendezvous_environment
 from lightning_cp.files import new_file
 from lightning_cp.job_secret import SECRET, new_secret
 from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import Processes
+from lightning_cp.launch.rendezvous import listen, loopback_environment, rendezvous_environment
 from lightning_cp.launch.stopping import STOP_SIGNALS
 
 _BOOT = (

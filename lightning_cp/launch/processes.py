@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto, unique
 from typing import IO, Any
 
-from lightning_cp.comm.channel import CHANNEL, Inbox
+from lightning_cp.launch.channel import CHANNEL, Inbox
 
 _TICK_S = 0.05  # polling interval on systems without pidfd
 

@@ -1,4 +1,4 @@
-"""Run one rank: load the configuration, call the target, report a failure."""
+"""Run one rank: call the target, report a failure."""
 
 import atexit
 import faulthandler
@@ -15,17 +15,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from lightning_cp.comm import channel
-from lightning_cp.comm.rendezvous import use_inherited_listener
 from lightning_cp.files import new_file
+from lightning_cp.launch import channel
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import end_with_launcher
 from lightning_cp.launch.machine import free_port
+from lightning_cp.launch.rendezvous import take_listener
 from lightning_cp.launch.stopping import Stopped
 
-Target = Callable[[Any], None]
+Target = Callable[[Path], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
@@ -38,7 +38,7 @@ def load_target(target: str) -> Target:
 
 
 def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int | None:
-    """Call the target with the configuration, then destroy the process group if there is one.
+    """Call the target with the path of its settings, then destroy the process group if there is one.
 
     After an error the group is not destroyed, because other ranks may never join in; it ends with the process.
 
@@ -47,9 +47,7 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     Returns: with `more_to_come`, the MASTER_PORT of the next job: this group's store still holds old keys. Otherwise
         None.
     """
-    from omegaconf import OmegaConf
-
-    load_target(target)(OmegaConf.load(config))
+    load_target(target)(config)
     channel.send({"kind": "returned"})  # must be sent before other ranks can notice that this rank leaves the group
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -57,7 +55,7 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     ports = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(ports, src=0)
-    from lightning_cp.comm.departure import leave_process_group
+    from lightning_cp.launch.departure import leave_process_group
 
     leave_process_group()
     return ports[0] if more_to_come else None
@@ -117,7 +115,7 @@ def main(spec: str) -> None:
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
     end_with_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
-    use_inherited_listener(os.environ)
+    take_listener(os.environ)
     rank = int(os.environ["RANK"])
     try:
         run_target(settings["target"], Path(settings["config"]))

@@ -1,6 +1,5 @@
 """Create temporary folders for launchers, and remove those of killed launchers."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned
+from lightning_cp.locks import unlock
 
 _PREFIX = "lightning_cp_run_"
 
@@ -21,4 +21,4 @@ def temporary_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        unlock(lock)

@@ -6,7 +6,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from lightning_cp.comm import channel
+from lightning_cp.launch import channel
 
 # SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
 # (sbatch --signal=USR1@60).

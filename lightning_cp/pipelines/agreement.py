@@ -17,11 +17,11 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
+from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
 from lightning_cp.engine.peers import Digest, difference, digest
-from lightning_cp.errors import CallFailedError, PeerMismatchError
+from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
-from lightning_cp.pipelines.error_votes import text_of
 
 _RANDOM = "generator"
 
@@ -67,31 +67,22 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
     Ranks: the whole world, if there are several ranks.
     Raises: PeerMismatchError: the settings of another rank differ. CallFailedError: a check has failed on another rank.
     """
-    found: tuple[str | None, dict[str, str]] = (None, {key: repr(value) for key, value in settings.items()})
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several:
+    world = dist.group.WORLD
+    if world is not None and dist.get_world_size() > 1:
         prove_membership()
-    gathered: list[Any] = [found] * (dist.get_world_size() if several else 1)
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        if several:
-            dist.all_gather_object(gathered, (text_of(error), {}))
-        raise
-    if several:
-        dist.all_gather_object(gathered, found)
-    for rank, (error_text, _) in enumerate(gathered):
-        if error_text is not None:
-            raise CallFailedError(f"rank {rank} cannot {what}: {error_text}")
-    _, first = gathered[0]
-    for rank, (_, other) in enumerate(gathered):
-        for key in dict.fromkeys([*first, *other]):
-            values = [one.get(key, "not set") for one in (first, other)]
-            if values[0] != values[1]:
-                raise PeerMismatchError(
-                    f"all ranks must {what} with equal settings, but rank 0 has {key}={values[0]} and rank {rank} has "
-                    f"{key}={values[1]}: give all ranks the same value"
-                )
+        failure = error
+    raise_on_all(failure, f"cannot {what}", world)
+    by_rank = gather_objects({key: repr(value) for key, value in settings.items()}, world)
+    if (found := first_difference(by_rank, missing="not set")) is not None:
+        key, rank, first, here = found
+        raise PeerMismatchError(
+            f"all ranks must {what} with equal settings, but rank 0 has {key}={first} and rank {rank} has "
+            f"{key}={here}: give all ranks the same value"
+        )
 
 
 def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> None:
@@ -103,8 +94,7 @@ def _gather_equal(
     name: str, local: dict[str, Any], sample: MeshGroups, *, what: str = "arguments", hint: str = ""
 ) -> dict[str, Any]:
     """Gather what ranks call something with, and compare it. Returns: that of the first rank."""
-    gathered: list[Any] = [None] * sample.context_size
-    dist.all_gather_object(gathered, local, group=sample.context)
+    gathered = gather_objects(local, sample.context)
     first: dict[str, Any] = gathered[0]
     for rank, other in enumerate(gathered):
         different = _difference(first, other)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.checksum import checksum, digest_ints, plain_tensors, version_of
 from lightning_cp.errors import PeerMismatchError
@@ -118,8 +119,7 @@ class EqualComponents:
         if are_equal or (self._in_stages and not any(changed for changed, *_ in by_rank)):
             return
         own = {name: (x.kind, x.checksum) for name, x in self._known.items()}
-        gathered: list[dict[str, Any]] = [{}] * len(by_rank)
-        dist.all_gather_object(gathered, own, group=group)
+        gathered = gather_objects(own, group)
         first: dict[str, Any] = {}
         for rank, other in enumerate(gathered):
             first = {**other, **first} if self._in_stages else first or other

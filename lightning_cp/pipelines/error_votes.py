@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.agree import gather_objects, text_of
 from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from lightning_cp.errors import CallFailedError
 from lightning_cp.lost_connections import raise_if_lost
@@ -239,15 +239,9 @@ class Votes:
 
     def _exchange(self, error: str | None) -> tuple[list[str | None], bool]:
         """Gather the errors of all ranks. Returns: these, and True if ranks have begun different exchanges."""
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, (error, self.progress()), group=self._group)
+        found = gather_objects((error, self.progress()), self._group)
         return [text for text, _ in found], len({progress for _, progress in found}) > 1
 
 
 def _read(gather: BackgroundGather) -> list[int]:
     return [int(value) for value in gather.read().flatten()]
-
-
-def text_of(error: BaseException) -> str:
-    """Return the class and text of an error, for other ranks."""
-    return f"{type(error).__name__}: {error}"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
-from lightning_cp.errors import CallFailedError, PlanError
-from lightning_cp.pipelines.error_votes import text_of
+from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
 from lightning_cp.sample_groups import SampleGroups
@@ -72,7 +72,8 @@ def sample_prompts(
         if installed.votes.broken is not None:
             raise
         error = raised
-    _raise_on_all(error, installed.ranks)
+    # one data group: its votes have raised the error on all its ranks
+    raise_on_all(error, "failed in sample_prompts", dist.group.WORLD if installed.ranks.data_size > 1 else None)
     return _gather_samples(found, installed.ranks) if collect else found
 
 
@@ -123,19 +124,6 @@ def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs:
             f"stages='release' allows a single call, but {count} prompts over {groups} data groups need several: use "
             f"per_call={most_per_group}, or stages='offload'"
         )
-
-
-def _raise_on_all(error: Exception | None, ranks: SampleGroups) -> None:
-    """Raise an error of any data group on all ranks, once each group has finished or failed. Ranks: the world."""
-    errors: list[Any] = [None]
-    if dist.is_initialized() and ranks.data_size > 1:
-        errors *= dist.get_world_size()
-        dist.all_gather_object(errors, None if error is None else text_of(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise CallFailedError(f"rank {rank} failed in sample_prompts: {text}")
 
 
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
@@ -239,7 +227,7 @@ def _gather_samples(found: list[Any], ranks: SampleGroups) -> list[Any]:
     """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
         return found
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None)
+    own = (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None
+    gathered = gather_objects(own, dist.group.WORLD)
     shares = dict(entry for entry in gathered if entry is not None)
     return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]

@@ -7,8 +7,9 @@ import socket
 
 import torch.distributed as dist
 
-from lightning_cp.comm.stall import StallWatch, current_watch, stop_watch, watch_stalls
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import default_timeout
+from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
 from lightning_cp.patching import Undo
 from lightning_cp.sample_groups import SampleGroups
 
@@ -40,6 +41,5 @@ def _leave(watch: StallWatch) -> None:
 def _host() -> str:
     """Return the address of rank 0 that its launcher has set, or its name. Ranks: the whole world."""
     own = socket.gethostname()
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, own if dist.get_rank() else os.environ.get("MASTER_ADDR", own))
-    return "127.0.0.1" if set(hosts) == {own} else hosts[0]
+    hosts = gather_objects(own if dist.get_rank() else os.environ.get("MASTER_ADDR", own), dist.group.WORLD)
+    return "127.0.0.1" if set(hosts) == {own} else str(hosts[0])

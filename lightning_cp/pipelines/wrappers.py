@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from lightning_cp.comm.stall import watching_this_thread
 from lightning_cp.engine.apply import Installed
+from lightning_cp.launch.stall import watching_this_thread
 from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs

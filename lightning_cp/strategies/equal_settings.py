@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.strategies.sweep_ranks import job_overrides
@@ -98,12 +99,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _compare(settings: dict[str, str], remedy: str) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, settings)
-    for rank, other in enumerate(by_rank):
-        for name in dict.fromkeys((*by_rank[0], *other)):
-            first, here = by_rank[0].get(name, "missing"), other.get(name, "missing")
-            if first != here:
-                raise PeerMismatchError(f"{name} differs: {first} on rank 0, {here} on rank {rank}; {remedy}")
+    found = first_difference(gather_objects(settings, dist.group.WORLD), missing="missing")
+    if found is not None:
+        name, rank, first, here = found
+        raise PeerMismatchError(f"{name} differs: {first} on rank 0, {here} on rank {rank}; {remedy}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.checksum import checksum, digest_ints, plain_tensors
 from lightning_cp.engine.meta import deferred_loads, materialize
@@ -118,9 +119,7 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
     own = [_describe(name, x) for name, x in tensors.items()]
     if _all_equal(own):
         return MissingWeights()
-    gathered: list[list[_Entry]] = [own] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    by_rank = [{entry.name: entry for entry in entries} for entries in gathered]
+    by_rank = [{entry.name: entry for entry in entries} for entries in gather_objects(own, dist.group.WORLD)]
     _check_same_module(by_rank, type(module).__name__)
     differ, missing = [], []
     for name in by_rank[0]:

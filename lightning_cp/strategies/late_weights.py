@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.engine.checksum import checksum
 from lightning_cp.engine.paths import class_of
 from lightning_cp.strategies.initial_weights import compared_tensors
@@ -40,9 +41,10 @@ class LateWeights:
         own = [weights.now() for weights in self._modules.values()]
         self._modules.clear()
         self._added = 0
-        gathered: list[list[_Now]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, own)
-        by_rank = [{now.number: now for now in one} for one in gathered]  # a rank may have freed a module earlier
+        gathered = gather_objects(own, dist.group.WORLD)
+        by_rank: list[dict[int, _Now]] = [
+            {now.number: now for now in one} for one in gathered
+        ]  # a rank may have freed a module earlier
         for number, first in by_rank[0].items():
             _compare(first.name, {rank: one[number] for rank, one in enumerate(by_rank) if number in one})
 

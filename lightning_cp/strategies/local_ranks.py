@@ -15,15 +15,16 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_cp.comm.rendezvous import (
+from lightning_cp.job_secret import SECRET, new_secret
+from lightning_cp.launch.rendezvous import (
     LISTENER,
+    join_launcher,
     listen_on_loopback,
     loopback_environment,
     rendezvous_at,
     served_address,
-    use_inherited_listener,
+    take_listener,
 )
-from lightning_cp.job_secret import SECRET, new_secret
 
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning takes the port, in this order
 
@@ -98,19 +99,19 @@ class LocalRanks:
         if dist.is_initialized():
             self.close()
             return
-        is_only_rank = self._listener is None and LISTENER not in os.environ
+        is_only_rank = self._listener is None and not take_listener(os.environ)
         if is_only_rank and (address := served_address()) is not None:
             if not environment.creates_processes_externally:  # one rank in this process, once more
                 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
             return
         if is_only_rank:  # one rank in this process, unless another launcher has started it
             self.listen(environment, num_nodes=num_nodes)
-        if self._listener is None and LISTENER not in os.environ:
+        if is_only_rank and self._listener is None:
             return
         for name, interface in loopback_environment().items():
             os.environ.setdefault(name, interface)
         if self._listener is None:
-            use_inherited_listener(os.environ)
+            join_launcher()
             return
         if not is_only_rank:
             os.environ[SECRET] = self._secret

@@ -18,13 +18,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
 from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
+from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh import prove_membership
 from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
 from lightning_cp.strategies.initial_weights import equal_initial_weights

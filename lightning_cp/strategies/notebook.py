@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from typing_extensions import override
 
-from lightning_cp.comm.rendezvous import served_address
-from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import process_groups
+from lightning_cp.launch.rendezvous import served_address
+from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh import cached_groups
 from lightning_cp.strategies.sweep_ranks import StartsScripts
 
@@ -102,20 +101,25 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
             os.environ.pop("MASTER_PORT", None)
 
 
-class MultiProcessingLauncher(fabric_names.MultiProcessingLauncher):
-    """Fabric's launcher; it prepares this process first, and ranks listen on the loopback interface only."""
+class StartsProcesses:
+    """Base of the launchers of processes: prepare this process, and let ranks listen on the loopback interface only."""
 
-    @override
+    _start_method: Any
+    _strategy: Any
+
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
-        strategy: Any = self._strategy
-        environment = strategy.cluster_environment
+        environment, nodes = self._strategy.cluster_environment, self._strategy.num_nodes
         with (
             ready_to_launch(self._start_method, environment),
-            strategy.local_ranks.for_processes(environment, num_nodes=strategy.num_nodes),
+            self._strategy.local_ranks.for_processes(environment, num_nodes=nodes),
         ):
-            return super().launch(function, *args, **kwargs)
+            return super().launch(function, *args, **kwargs)  # type: ignore[misc]
+
+
+class MultiProcessingLauncher(StartsProcesses, fabric_names.MultiProcessingLauncher):
+    """Fabric's launcher of processes."""
 
 
 class ScriptLauncher(StartsScripts, fabric_names.SubprocessScriptLauncher):
-    """Fabric's launcher of scripts; ranks listen on the loopback interface only. See `StartsScripts`."""
+    """Fabric's launcher of scripts."""

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
-from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
+from lightning_cp.launch.stall import watch_stalls
 from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
 from lightning_cp.shares import show_shares

@@ -20,11 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.types import RunMode
 
-from lightning_cp.comm.departure import leave_process_group
+from lightning_cp.launch.departure import leave_process_group
 
 # Variables that the launch of ranks sets in this process; each job starts with the values from before.
 _VARIABLES = (
@@ -39,17 +36,27 @@ _TICK_S = 0.5
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")
 
 
+def _job() -> Any | None:
+    """Return Hydra's settings of this job, if this process runs one: it has imported Hydra then."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
+
+
 def multirun_job() -> Any | None:
     """Return Hydra's settings of this job if it is part of a multirun, otherwise None."""
-    if not HydraConfig.initialized():
-        return None
-    hydra = HydraConfig.get()
-    return hydra if hydra.mode == RunMode.MULTIRUN else None
+    job = _job()
+    return job if job is not None and job.mode.name == "MULTIRUN" else None
 
 
 def job_overrides() -> list[str]:
     """Return the overrides of this Hydra job; empty without Hydra."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    job = _job()
+    return [] if job is None else list(job.overrides.task)
+
+
+def _config() -> object:
+    """Return Hydra's configuration object of this job: another job has another one."""
+    return sys.modules["hydra.core.hydra_config"].HydraConfig.instance().cfg
 
 
 def rank_command(job: Any, local_rank: int) -> list[str]:
@@ -70,6 +77,8 @@ def rank_command(job: Any, local_rank: int) -> list[str]:
     for flag, short in flags.items():
         parser.add_argument(flag, short, dest=flag)
     given, _ = parser.parse_known_args(sys.argv[1:])
+    grammar = sys.modules["hydra.core.override_parser.types"]
+    single = grammar.Quote.single
     settings = {
         "run.dir": job.runtime.output_dir,
         "sweep.dir": job.sweep.dir,
@@ -83,7 +92,7 @@ def rank_command(job: Any, local_rank: int) -> list[str]:
         *(word for flag, value in vars(given).items() if value is not None for word in (flag, value)),
         *job.overrides.hydra,
         *job.overrides.task,
-        *(f"hydra.{name}={QuotedString(value, Quote.single).with_quotes()}" for name, value in settings.items()),
+        *(f"hydra.{name}={grammar.QuotedString(value, single).with_quotes()}" for name, value in settings.items()),
         f"hydra.job.num={job.job.num}",
         "hydra.mode=RUN",
         "hydra.output_subdir=null",
@@ -95,13 +104,13 @@ class SweepRanks:
     """The ranks of one job of a multirun that this process has started. It is rank 0 itself.
 
     Attributes:
-        config: Hydra's configuration object of the job: another job has another one.
+        config: Hydra's configuration object of the job.
         before: environment variables and threads of this process before the launch.
         processes: the other ranks, from rank 1.
         has_failed: True if the job has raised an error here.
     """
 
-    config: object = field(default_factory=lambda: HydraConfig.instance().cfg)
+    config: object = field(default_factory=_config)
     before: tuple[dict[str, str | None], int] = field(
         default_factory=lambda: ({name: os.environ.get(name) for name in _VARIABLES}, torch.get_num_threads())
     )
@@ -138,7 +147,7 @@ class SweepRanks:
     @property
     def is_over(self) -> bool:
         """True once Hydra has ended the job."""
-        return HydraConfig.instance().cfg is not self.config
+        return _config() is not self.config
 
     def signal(self, number: int) -> None:
         """Send a signal to the other ranks."""

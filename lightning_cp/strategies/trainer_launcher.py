@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,24 +11,13 @@ from typing_extensions import override
 
 from lightning_cp.compat import trainer_names
 from lightning_cp.compat.trainer_names import WorkerOutput
-from lightning_cp.strategies.notebook import ready_to_launch
+from lightning_cp.strategies.notebook import StartsProcesses
 from lightning_cp.strategies.sweep_ranks import StartsScripts
 from lightning_cp.training.ema import full_tensor
 
 
-class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
-    """The Trainer's launcher: prepare this process, listen on the loopback interface only, return whole weights."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
-        strategy: Any = self._strategy
-        environment = strategy.cluster_environment
-        with (
-            ready_to_launch(self._start_method, environment),
-            strategy.local_ranks.for_processes(environment, num_nodes=strategy.num_nodes),
-        ):
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+class MultiProcessingLauncher(StartsProcesses, trainer_names.MultiProcessingLauncher):
+    """The Trainer's launcher of processes. It returns sharded weights as whole tensors."""
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> WorkerOutput | None:
@@ -49,4 +37,4 @@ class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
 
 
 class ScriptLauncher(StartsScripts, trainer_names.SubprocessScriptLauncher):
-    """The Trainer's launcher of scripts; ranks listen on the loopback interface only. See `StartsScripts`."""
+    """The Trainer's launcher of scripts."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.strategies.initial_weights import share_initial_weights
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
@@ -54,8 +55,7 @@ class _ModulesOfCallbacks(nn.Module):
             for name, value in vars(callback).items()
             if isinstance(value, nn.Module) and value not in inside
         }
-        names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, list(own))
+        names = gather_objects(list(own), dist.group.WORLD)
         for name, value in own.items():
             if all(name in one for one in names):  # a module on one rank only, such as a metric's, is no copy
                 self.add_module(name, value)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention import context_parallel_attention, operator, start_ulysses
-from lightning_cp.attention.call import Lengths
+from lightning_cp.attention.call import Lengths, Settings
 from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh import groups_for
@@ -62,26 +62,26 @@ def check(
     ring, ulysses, rotate_method = MODES[mode]
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
     groups = groups_for(config)
-    settings = (causal, 0.125, kv_heads != 8, list(lengths), list(lengths), groups.name, rotate_method, wide, kernel)
+    settings = Settings(causal, 0.125, groups.name, kernel, rotate_method, wide, kv_heads != 8)
+    numbers = (list(lengths), list(lengths))
     encoded_lengths = encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
     with fake_cuda() as recorder:
         q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
         given = mask_of(mask, lengths)
-        found = operator.run_attention(q, k, v, given, *settings, with_lse)
-        promised = torch.ops.lightning_cp.attention(q, k, v, given, *settings, with_lse)
+        found = operator.run_attention(q, k, v, given, *numbers, with_lse, *settings)
+        promised = torch.ops.lightning_cp.attention(q, k, v, given, *numbers, with_lse, *settings)
         compare(found, promised)
         out, lse, *kept, _ = found
         saved = list(kept[:3]) + list(kept[4:]) if kept[0].ndim == 4 else [q, k, v, out, lse]
         seen = (kept[3] if kept[3].ndim == 4 else None) if kept[0].ndim == 4 else given
         grad_lse = torch.empty_like(lse) if with_lse else None
-        rest = (list(k.shape), causal, 0.125, groups.name, rotate_method, wide, kernel)
-        backward = (torch.empty_like(out), grad_lse, saved, seen, encoded_lengths, *rest)
+        backward = (torch.empty_like(out), grad_lse, saved, seen, encoded_lengths, list(k.shape), *settings)
         grads = operator.run_attention_backward(*backward)
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
-        shapes = (list(q.shape), list(k.shape))
-        rest = (with_lse, causal, 0.125, groups.name, rotate_method, wide, "auto")
-        changes = attention_tangents(q, k, v, *saved, seen, encoded_lengths, *shapes, *rest)
+        kept, shapes = [*saved, seen, encoded_lengths], [x.shape for x in (q, k, v)]
+        auto = settings._replace(kernel="auto")
+        changes = attention_tangents((q, k, v), kept, shapes=shapes, with_lse=with_lse, settings=auto)
         compare(changes, (out, lse))
     assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
     assert recorder.crossings == [], recorder.crossings

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.stall import stop_watch
+from lightning_cp.launch.stall import stop_watch
 from tests.harness.leaks import running_threads
 from tests.harness.strict.messages import Strict
 

@@ -20,7 +20,7 @@ OPTIONAL = {
     "finetune/precompute/terminal.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
-BROUGHT_ALONG = {"PIL", "hydra", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions"}
+BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions"}
 
 
 def _imported() -> set[tuple[str, str]]:

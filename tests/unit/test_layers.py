@@ -13,6 +13,7 @@ LAYERS = (
         "lost_connections",
         "job_secret",
         "files",
+        "locks",
         "config",
         "rules",
         "shares",
@@ -88,6 +89,14 @@ def test_imports_only_go_down() -> None:
         if LEVEL[target] > LEVEL[source]
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_only_the_application_imports_hydra() -> None:
+    found = [
+        (path, line) for path, line, name in imported_modules() if name.partition(".")[0] in ("hydra", "omegaconf")
+    ]
+    assert [f"{path}:{line}" for path, line in found if path.parts[0] != "app"] == []
+    assert found, "the application does"
 
 
 def test_neither_folders_nor_files_import_each_other_in_a_cycle() -> None:

@@ -31,19 +31,21 @@ import signal, sys
 from pathlib import Path
 from lightning_cp.launch import Job, LocalLauncher
 
-def target(config):
-    import logging, os
+def target(settings):
+    import json, logging, os
+    config = json.loads(settings.read_text())
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert handlers == [signal.SIG_DFL, signal.default_int_handler], handlers
     assert not logging.getLogger().handlers
-    print(f"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']} {sys.argv[0]} {os.getppid() == config.launcher}")
-    if os.environ["RANK"] == config.fails:
+    is_child = os.getppid() == config["launcher"]
+    print(f"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']} {sys.argv[0]} {is_child}")
+    if os.environ["RANK"] == config["fails"]:
         raise LookupError("it fails")
 
 if __name__ == "__main__":
-    import logging, os
+    import json, logging, os
     logging.basicConfig(level=0)
-    Path("config.yaml").write_text(f"{{launcher: {os.getpid()}, fails: '{sys.argv[1]}'}}")
+    Path("config.yaml").write_text(json.dumps({"launcher": os.getpid(), "fails": sys.argv[1]}))
     job = Job(f"{__file__}:target", Path("config.yaml"), 3, Path("logs"), threads=1)
     result = LocalLauncher().launch(job)
     print(result.failure and result.failure.message)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_cp.app.benchmark.subject import Subject
 from lightning_cp.app.benchmark.trace import read_trace, record
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import cuda_backend_is
 
@@ -105,8 +106,7 @@ def _build(subject: Subject, device: torch.device) -> tuple[Callable[[], object]
                 step()
     except Exception as error:  # any exception: the step may belong to another library
         message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    messages: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
+    messages = gather_objects(message, dist.group.WORLD)
     _synchronize(device)
     return step, next((x for x in messages if x), "")
 

@@ -24,8 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Job, LocalLauncher, Machine
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "data")
@@ -34,6 +36,7 @@ ONE_PROCESS = ("one_rank", "data")
 DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
 
 
+@reads_settings
 def measure_all(config: DictConfig) -> None:
     """Measure on every rank; rank 0 writes a row per subject."""
     import warnings
@@ -59,6 +62,7 @@ def measure_all(config: DictConfig) -> None:
 
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=config.simulated_ranks)
     else:
+        join_launcher()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     if list(config.workloads) == ["data"]:

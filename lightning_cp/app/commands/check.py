@@ -17,12 +17,15 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 
+@reads_settings
 def check(config: DictConfig) -> None:
     """Check every mode on every rank; rank 0 writes a line per mode."""
     import torch.distributed as dist
@@ -30,6 +33,7 @@ def check(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.engine import check_plan
 
+    join_launcher()
     dist.init_process_group("gloo")
     n = dist.get_world_size()
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()

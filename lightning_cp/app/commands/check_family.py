@@ -17,13 +17,16 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 _DTYPES = ("float32", "bfloat16")
 
 
+@reads_settings
 def topology(config: DictConfig) -> None:
     """Run the topology proof on every rank; rank 0 writes the result."""
     import torch.distributed as dist
@@ -32,6 +35,7 @@ def topology(config: DictConfig) -> None:
     from lightning_cp.finetune.families import collate
     from lightning_cp.finetune.family_check import store, topology_proof, transformers_of
 
+    join_launcher()
     dist.init_process_group("gloo")
     pipe, family, media = _prepare(config)
     stored = collate(store(family, pipe, list(config.captions), media), family.text)

@@ -9,18 +9,18 @@ unchanged. An entry is the largest error relative to one process's largest value
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 RANKS = 3
 HEADS, HEAD_DIM = 6, 8
 
 
-def measure(config: DictConfig) -> None:
+def measure(_: Path) -> None:
     """Compare on every rank; rank 0 prints."""
     import warnings
 
@@ -31,6 +31,7 @@ def measure(config: DictConfig) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
     diffusers.logging.set_verbosity_error()
+    join_launcher()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     even, uneven = [16] * RANKS, [17, 16, 14]

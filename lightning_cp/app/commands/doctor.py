@@ -22,8 +22,10 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
@@ -34,6 +36,7 @@ PROBLEM, BAD_ARGUMENT, TIMED_OUT = 1, 2, 3  # exit codes
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
+@reads_settings
 def try_modes(config: DictConfig) -> None:
     """Run each mode forward and backward on every rank; rank 0 writes errors and milliseconds."""
     import json
@@ -44,6 +47,7 @@ def try_modes(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.attention import context_parallel_attention
 
+    join_launcher()
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)

@@ -17,9 +17,12 @@ from rich.table import Table
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.precompute import check_precompute
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
+from lightning_cp.launch.rendezvous import join_launcher
 
 
+@reads_settings
 def encode(config: DictConfig) -> None:
     """Encode this rank's share on every rank; rank 0 reports. (The launching process needs none of these imports.)"""
     from datetime import timedelta
@@ -34,6 +37,7 @@ def encode(config: DictConfig) -> None:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        join_launcher()
         dist.init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
     chosen: Any = OmegaConf.to_container(config.precompute)
     settings = PrecomputeSettings(

@@ -20,10 +20,12 @@ from rich.table import Table
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
 from lightning_cp.files import writing_new
 
 
+@reads_settings
 def sample(config: DictConfig) -> None:
     """Load, sample, write and report on every rank. (The launching process needs none of these imports.)"""
     from hydra.utils import instantiate

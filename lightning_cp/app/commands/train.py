@@ -15,9 +15,11 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import printable
 
 
+@reads_settings
 def train(config: DictConfig) -> None:
     """Build, train, sample and report on every rank. (The launching process needs none of these imports.)"""
     if is_finetuning(config):

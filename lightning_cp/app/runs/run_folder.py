@@ -1,8 +1,6 @@
 """Create run folders and lock each one while its run writes into it. Imports no torch."""
 
 import atexit
-import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,10 +21,10 @@ from typing_extensions import override
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import print_error
 from lightning_cp.launch.external import is_first, launcher_env
+from lightning_cp.locks import lock, unlock
 
 LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it
 _RELEASE_S = 3.0  # after a launcher is killed, its ranks keep the lock until they have ended
-_CANNOT_LOCK = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _REFUSED_EXIT_CODE = 2
 _FIRST_REPORTS_S = 30.0  # rank 0 reports an error within this time, even on a busy machine
 _locks: dict[Path, int] = {}  # folder -> descriptor of the lock that this process holds
@@ -92,7 +91,6 @@ def claim(requested: Path) -> Path:
 def lock_folder(folder: Path, setting: str) -> int:
     """Lock a folder for this process, and for the ranks that inherit the lock's descriptor.
 
-    The lock is a `flock`: the kernel releases it when the last process with the descriptor ends, for whatever reason.
     On a file system without locks, a warning is printed and the folder is used without a lock.
 
     Args:
@@ -104,23 +102,44 @@ def lock_folder(folder: Path, setting: str) -> int:
     key = folder.resolve()
     if key in _locks:
         return _locks[key]
+    path, deadline = folder / LOCK, time.monotonic() + _RELEASE_S
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        while True:
+            try:
+                descriptor, no_locks = lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, by_children=True)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    except BlockingIOError:
+        holder = path.read_text(errors="replace")[:200] or "another process"
+        raise SettingsError(
+            f"{setting}={folder} is in use by {holder}, or by ranks that it started: wait until that run has ended, or "
+            "use another folder"
+        ) from None
     except OSError as error:
         raise not_writable(setting, folder, error) from error
+    if no_locks is not None:
+        print(
+            f"warning: {folder} is on a file system without locks ({no_locks.strerror}): nothing prevents a second run "
+            "in this folder",
+            file=sys.stderr,
+        )
     try:
-        _lock(descriptor, folder, setting)
-    except SettingsError:
-        os.close(descriptor)
-        raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        unlock(descriptor)
+        raise not_writable(setting, folder, error) from error
     _locks[key] = descriptor
     return descriptor
 
 
 def unlock_folder(folder: Path) -> None:
     """Unlock a folder that this process holds."""
-    os.close(_locks.pop(folder.resolve()))
+    unlock(_locks.pop(folder.resolve()))
 
 
 @contextmanager
@@ -133,38 +152,6 @@ def locked(folder: Path, setting: str) -> Iterator[int]:
     finally:
         if is_new:
             unlock_folder(folder)
-
-
-def _lock(descriptor: int, folder: Path, setting: str) -> None:
-    deadline = time.monotonic() + _RELEASE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                raise SettingsError(
-                    f"{setting}={folder} is in use by {holder}, or by ranks that it started: wait until that run "
-                    "has ended, or use another folder"
-                ) from None
-            time.sleep(0.05)
-        except OSError as error:
-            if error.errno not in _CANNOT_LOCK:
-                raise SettingsError(
-                    f"{setting}={folder} cannot be locked: {error.strerror}; use another folder"
-                ) from error
-            print(
-                f"warning: {folder} is on a file system without locks ({error.strerror}): "
-                "nothing prevents a second run in this folder",
-                file=sys.stderr,
-            )
-            break
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except OSError as error:
-        raise not_writable(setting, folder, error) from error
 
 
 def check_writable(folder: Path, setting: str) -> None:
@@ -223,7 +210,7 @@ def _choose_folder(config: DictConfig, kind: str) -> None:
     if is_new:
         config.hydra[kind].dir = str(folder)
     if is_new and kind == "sweep":  # each job composes its configuration from these overrides
-        config.hydra.overrides.hydra.append(f"{key}={_quoted(folder)}")
+        config.hydra.overrides.hydra.append(f"{key}={QuotedString(str(folder), Quote.single).with_quotes()}")
 
 
 def _only_this_rank_failed() -> bool:
@@ -245,9 +232,3 @@ def _claim(requested: Path, config: DictConfig, key: str) -> Path:
         if root is not None and Path(str(root)) in requested.parents:
             raise not_writable("output_root", Path(str(root)), error, within=requested) from error
         raise not_writable(key, requested, error) from error
-
-
-def _quoted(folder: Path) -> str:
-    """Quote a path as a value in Hydra's override grammar."""
-    escaped = str(folder).replace("'", "\\'")
-    return f"'{escaped}'"

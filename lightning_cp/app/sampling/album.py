@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_cp.app.sampling.media import frames_of, is_sound, keep_arrays, write_sample
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.errors import MediaError
 from lightning_cp.files import writing
 from lightning_cp.pipelines.results import ClipWithSound
@@ -61,10 +62,7 @@ class Album:
         Ranks: the whole world; the first rank writes. Returns: False if there is nothing to show (sounds only).
         Raises: MediaError, on every rank: samples could not be written, and are kept as arrays.
         """
-        gathered: list[Any] = [(self.thumbnails, self.failures)]
-        if dist.is_initialized():
-            gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self.thumbnails, self.failures))
+        gathered = gather_objects((self.thumbnails, self.failures), dist.group.WORLD)
         failures = [text for _, some in gathered for text in some]
         if failures:
             more = f", and so are {len(failures) - 1} more" if len(failures) > 1 else ""

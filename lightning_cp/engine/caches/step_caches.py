@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.caches.decisions import DECISIONS
 from lightning_cp.engine.caches.table import Cache, cache_of
 from lightning_cp.engine.caches.watched import WatchedHook
+from lightning_cp.engine.checksum import digest_ints
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PeerMismatchError, PlanError
 
@@ -55,7 +55,7 @@ class StepCaches:
         found: dict[str, list[str]] = {}
         for watched in self.hooks:
             found.setdefault(_settings(watched.hook), []).append(names.get(watched.module, ""))
-        return {text: f"{len(on)} modules ({_checksum(on):x})" for text, on in found.items()}
+        return {text: f"{len(on)} modules ({digest_ints(list(on), 1)[0]:x})" for text, on in found.items()}
 
     @property
     def context(self) -> str | None:
@@ -118,7 +118,7 @@ class StepCaches:
     def _compare(self) -> None:
         group = self._session.sample.context
         assert group is not None, "the caller has checked it"
-        own = [_checksum(self._settings.items()), _checksum(_progress(self.hooks))]
+        own = [*digest_ints(list(self._settings.items()), 1), *digest_ints(list(_progress(self.hooks)), 1)]
         by_rank = all_gather_ints(own, group=group)
         names = ", ".join(kind.name for kind in self.kinds)
         if any(settings != by_rank[0][0] for settings, _ in by_rank):
@@ -169,11 +169,6 @@ def _settings(hook: Any) -> str:
         given |= vars(hook.config)
     shown = (f"{name}={x!r}" for name, x in sorted(given.items()) if isinstance(x, _SETTINGS) and name[0] != "_")
     return f"{type(hook).__name__}({', '.join(shown)})"
-
-
-def _checksum(values: Iterable[object]) -> int:
-    digest = hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
 
 
 def _progress(hooks: Iterable[WatchedHook]) -> Iterator[object]:

@@ -15,10 +15,11 @@ from lightning_cp.errors import CacheError
 from lightning_cp.finetune.latent_cache.contents import Contents, check_contents, join_rows, read_contents, rows_files
 from lightning_cp.finetune.latent_cache.fingerprint import check_fresh
 from lightning_cp.finetune.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index, replace_file
-from lightning_cp.finetune.latent_cache.locks import OWNER, FolderLock, lock_file, unlock_file
+from lightning_cp.finetune.latent_cache.locks import OWNER, FolderLock, lock_file
 from lightning_cp.finetune.latent_cache.row_checks import SHARD_NAME
 from lightning_cp.finetune.latent_cache.rows import MediaRow, RowsFile, line_of, read_rows
 from lightning_cp.finetune.latent_cache.shards import TEMPORARY, check_size
+from lightning_cp.locks import unlock
 
 
 class PreparedCache:
@@ -136,7 +137,7 @@ def _identity(index: CacheIndex) -> dict[str, str]:
 def _recovered(path: Path) -> RowsFile:
     """Remove the rows of an interrupted write from the end of a rows file."""
     try:
-        descriptor, _ = lock_file(path, os.O_RDWR)
+        descriptor = lock_file(path, os.O_RDWR)
     except BlockingIOError as error:
         raise CacheError(f"{path} is still open in a process of an earlier run: wait until it has ended") from error
     try:
@@ -145,7 +146,7 @@ def _recovered(path: Path) -> RowsFile:
             os.ftruncate(descriptor, file.committed_bytes)
             os.fsync(descriptor)
     finally:
-        unlock_file(descriptor)
+        unlock(descriptor)
     return file
 
 

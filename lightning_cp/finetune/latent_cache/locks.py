@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -16,51 +15,20 @@ from typing import Any
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
 from lightning_cp.files import open_regular, read_regular, writing_new
+from lightning_cp.locks import lock, unlock
 
 OWNER = ".owner.json"
 _BEAT_S, _WATCH_S = 5.0, 45.0  # the owner changes the time of its file; another host watches that long for a change
-_held: set[int] = set()  # descriptors of this process that hold a lock
-_registered = threading.Event()
 
 
-def lock_file(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file or folder and lock it (exclusive `flock`), until the descriptor is closed or the process ends.
-
-    Returns: the descriptor, and whether the file system has locks.
-    Raises: BlockingIOError: another process, or this one, holds the lock. CacheError: it is a link to a file.
-    """
-    follows = flags & os.O_DIRECTORY  # a folder may be a link of the user; files in it may not
+def lock_file(path: Path, flags: int) -> int:
+    """Open and lock a file; see `lock`. Raises: CacheError: it is a link, for example of a stranger."""
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW), 0o666)
+        return lock(path, flags | os.O_NOFOLLOW)[0]
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CacheError(f"{path} is a link, which is not followed: remove it") from error
         raise
-    has_locks = True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        has_locks = False
-    if not _registered.is_set():
-        os.register_at_fork(after_in_child=_close_in_child)
-        _registered.set()
-    _held.add(descriptor)
-    return descriptor, has_locks
-
-
-def unlock_file(descriptor: int) -> None:
-    """Close a descriptor of `lock_file`."""
-    _held.discard(descriptor)
-    os.close(descriptor)
-
-
-def _close_in_child() -> None:
-    """Close the locks' descriptors: a DataLoader worker that outlives its killed parent would keep them locked."""
-    while _held:
-        os.close(_held.pop())
 
 
 class FolderLock:
@@ -77,14 +45,14 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / OWNER
         try:
-            self._descriptor, has_locks = lock_file(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._descriptor, no_locks = lock(folder)  # which may be a link of the user
         except BlockingIOError as error:
             raise CacheError(_in_use(folder, "")) from error
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._beat, daemon=True)
         try:
-            _check_owner(folder, has_locks)
+            _check_owner(folder, has_locks=no_locks is None)
         except BaseException:
-            unlock_file(self._descriptor)
+            unlock(self._descriptor)
             raise
 
     def write_owner(self, facts: Mapping[str, Any]) -> None:
@@ -106,7 +74,7 @@ class FolderLock:
                 self._thread.join()
                 self._path.unlink(missing_ok=True)
         finally:
-            unlock_file(self._descriptor)
+            unlock(self._descriptor)
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_S):
@@ -134,7 +102,7 @@ def owner_text(folder: Path) -> str:
     return f"process {str(owner.get('pid'))[:20]} on host {str(owner.get('host'))[:80]}" if owner else "another run"
 
 
-def _check_owner(folder: Path, has_locks: bool) -> None:
+def _check_owner(folder: Path, *, has_locks: bool) -> None:
     """Raise CacheError if the run that the owner file names may still be running. Its lock was free, or unusable."""
     owner = read_owner(folder)
     if not owner:

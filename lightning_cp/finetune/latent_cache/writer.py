@@ -15,7 +15,7 @@ from lightning_cp.errors import CacheError
 from lightning_cp.finetune.families import Sample
 from lightning_cp.finetune.latent_cache.contents import join_rows, length_of, rows_files
 from lightning_cp.finetune.latent_cache.index import read_index
-from lightning_cp.finetune.latent_cache.locks import lock_file, read_owner, unlock_file
+from lightning_cp.finetune.latent_cache.locks import lock_file, read_owner
 from lightning_cp.finetune.latent_cache.rows import (
     MediaRow,
     Row,
@@ -29,6 +29,7 @@ from lightning_cp.finetune.latent_cache.rows import (
     shard_name,
 )
 from lightning_cp.finetune.latent_cache.shards import shard_error, stored_copies, write_shard
+from lightning_cp.locks import unlock
 
 SHARD_BYTES = 256_000_000
 
@@ -150,7 +151,7 @@ class _KindWriter:
         self._dtypes: dict[str, str] = {}
         is_new = not self._path.exists()
         try:
-            self._descriptor, _ = lock_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._descriptor = lock_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except BlockingIOError as error:
             raise CacheError(f"{self._path} is open in another process: give each rank its own number") from error
         try:
@@ -159,7 +160,7 @@ class _KindWriter:
             if os.fstat(self._descriptor).st_size != self._end:
                 raise CacheError(f"{self._path} was changed after prepare_cache: end this run and start it again")
         except BaseException:
-            unlock_file(self._descriptor)
+            unlock(self._descriptor)
             raise
 
     @property
@@ -198,7 +199,7 @@ class _KindWriter:
         self._number, self._rows, self._samples, self._bytes = self._number + 1, [], {}, 0
 
     def close(self) -> None:
-        unlock_file(self._descriptor)
+        unlock(self._descriptor)
 
     def _append(self, shard: Path, lines: list[bytes]) -> None:
         """Append the rows of a shard. If that fails, the rows and then the shard are removed."""

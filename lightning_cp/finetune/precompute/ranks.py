@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.finetune.precompute.run_state import RunState, StoppedElsewhere
 from lightning_cp.mesh import MeshGroups, prove_membership
 
@@ -132,11 +133,7 @@ class EncodingRanks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Ranks: the whole world."""
-        if self.size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return gather_objects(value, None if self.size == 1 else dist.group.WORLD)
 
 
 def rank_device(accelerator: str, local_rank: int) -> torch.device:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import errors
-from lightning_cp.comm.loopback import JobStore
+from lightning_cp.launch.loopback import JobStore
 from lightning_cp.launch.rank import was_raised_for_the_user
 
 _POLL_S = 0.05  # time between two reads of the store while this rank waits

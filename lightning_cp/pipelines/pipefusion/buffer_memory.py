@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_cp.attention.buffered import Buffer, KeyBuffer
 from lightning_cp.attention.heads import assign_heads, head_shares
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
@@ -179,10 +180,7 @@ class BufferMemory:
                 f"guidance, but {device} has {free / 1e9:,.2f} GB of free memory: use more stages (pipe), ulysses, "
                 "cfg=2 or fewer samples"
             )
-        texts = [text] * groups.context_size
-        if groups.context is not None:
-            dist.all_gather_object(texts, text, group=groups.context)
-        found = next((x for x in texts if x is not None), None)
+        found = next((x for x in gather_objects(text, groups.context) if x is not None), None)
         if found is not None:
             raise PlanError(found)
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm.agree import text_of
 from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of, register_block_subclass
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.caches import CACHES
@@ -21,7 +22,6 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
-from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).

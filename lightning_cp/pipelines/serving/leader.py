@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lightning_cp.pipelines.error_votes import text_of
+from lightning_cp.comm.agree import text_of
 from lightning_cp.pipelines.rank0_callbacks import CALLBACK, check_callback
 from lightning_cp.pipelines.serving.free_groups import FreeGroups
 from lightning_cp.pipelines.serving.local_group import Call, LocalGroup, Request, method_of

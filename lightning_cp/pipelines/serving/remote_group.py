@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_cp.comm.agree import text_of
 from lightning_cp.errors import CallCancelledError, CallFailedError
-from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.pipelines.serving.local_group import Call, LocalGroup, Request
 from lightning_cp.pipelines.serving.plain_data import PlainData
 from lightning_cp.pipelines.serving.requests import Incoming, Requests

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
 
 from lightning_cp.attention import attend_across
+from lightning_cp.attention.call import Settings, settings_of
 from lightning_cp.attention.operator import attention, attention_backward
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh import groups_for
@@ -33,8 +32,8 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     inputs, mask = _inputs(problem, rank)
     groups = groups_for(problem.config).name
     lengths = (list(problem.q_lengths), list(problem.kv_lengths))
-    settings = (groups, problem.rotate, problem.wide, "auto")
-    arguments = (*inputs, mask, problem.causal, 0.4, True, *lengths, *settings, True)
+    settings = Settings(problem.causal, 0.4, groups, "auto", problem.rotate, problem.wide, grouped=True)
+    arguments = (*inputs, mask, *lengths, True, *settings)
     opcheck(attention, arguments, test_utils=tests)
     with torch.no_grad():
         out, lse, *kept, encoded_lengths = attention(*arguments)
@@ -45,7 +44,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     grads = laid_out(torch.randn_like(out), problem.layout), torch.randn_like(lse)
     opcheck(
         attention_backward,
-        (*grads, saved, seen, encoded_lengths, list(inputs[1].shape), problem.causal, 0.4, *settings),
+        (*grads, saved, seen, encoded_lengths, list(inputs[1].shape), *settings),
         test_utils=[test for test in tests if test != "test_autograd_registration"],
     )
 
@@ -72,19 +71,10 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
     lengths = (list(problem.q_lengths), list(problem.kv_lengths))
 
     def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        settings: dict[str, Any] = {
-            "causal": problem.causal,
-            "scale": None,
-            "grouped": True,
-            "lengths": lengths,
-            "groups": groups,
-            "config": config,
-            "kernel": "auto",
-        }
-        first = attend_across(q * 2, k, v, mask, **settings)
-        second, lse = attend_across(
-            q.transpose(1, 2).contiguous().transpose(1, 2), k, v.sin(), mask, return_lse=True, **settings
-        )
+        settings = settings_of(q.shape[-1], causal=problem.causal, scale=None, groups=groups, config=config)
+        first = attend_across(q * 2, k, v, mask, settings, lengths=lengths)
+        strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+        second, lse = attend_across(strided, k, v.sin(), mask, settings, lengths=lengths, return_lse=True)
         assert isinstance(first, Tensor)
         return first + second * 3 + torch.where(lse.isinf(), 0, lse).unsqueeze(-1)
 
@@ -135,19 +125,8 @@ def _checkpointed(rank: int, world: int) -> None:
     groups = groups_for(config).name
 
     def attend(q: Tensor, mask: Tensor) -> Tensor:
-        out = attend_across(
-            q,
-            q,
-            q,
-            mask,
-            causal=False,
-            scale=None,
-            grouped=False,
-            lengths=([], []),
-            groups=groups,
-            config=config,
-            kernel="auto",
-        )
+        settings = settings_of(4, causal=False, scale=None, groups=groups, config=config)
+        out = attend_across(q, q, q, mask, settings, lengths=([], []))
         assert isinstance(out, Tensor)
         return out
 

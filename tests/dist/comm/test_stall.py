@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.comm import loopback, stall
-from lightning_cp.comm.stall import watch_stalls
+from lightning_cp.launch import loopback, stall
+from lightning_cp.launch.stall import watch_stalls
 from tests.harness import RankPool
 from tests.models import TINY
 
@@ -69,7 +69,7 @@ def test_a_stalled_forward_is_reported_by_every_waiting_rank(run_ranks: RankPool
         assert "has not ended for" in told
         assert "time-out: 60 s" in told
         assert "Pending.wait, blocks.1.attn1 of WanTransformer3DModel" in told
-        assert "rank 1 is in no collective, blocks.1.attn1 of WanTransformer3DModel (dist/test_stall.py:" in told
+        assert "rank 1 is in no collective, blocks.1.attn1 of WanTransformer3DModel (comm/test_stall.py:" in told
         assert "in nap)" in told
 
 
@@ -88,7 +88,7 @@ def test_rank_zero_reports_peers_that_wait_for_it(run_ranks: RankPool) -> None:
     for told in (first, other):
         assert "rank 1 wait" in told
         assert "barrier" in told
-        assert "rank 0 is in no collective (dist/test_stall.py:" in told
+        assert "rank 0 is in no collective (comm/test_stall.py:" in told
 
 
 def _busy(rank: int, world: int) -> list[str]:

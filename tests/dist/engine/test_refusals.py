@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention import attend_across, context_parallel_attention
+from lightning_cp.attention.call import settings_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig
 from lightning_cp.errors import KernelError, PeerMismatchError, ShapeError
 from lightning_cp.kernels import choice
@@ -219,13 +220,12 @@ def _kernels(rank: int, world: int) -> list[str]:
     choice.KERNELS, choice.KERNEL_NAMES = (*kept[0], _Picky()), (*kept[1], "picky")
     config = ContextParallelConfig(ring_degree=3)
     q, few = torch.randn(1, S, H, D), torch.randn(1, S + rank, H, D)
-    arguments = {
-        "scale": None,
-        "grouped": False,
-        "lengths": ([], []),
-        "groups": groups_for(config).name,
-        "config": config,
-    }
+
+    def attend(q: Tensor, k: Tensor, mask: Tensor | None, *, causal: bool, kernel: str) -> None:
+        name = groups_for(config).name
+        settings = settings_of(D, causal=causal, scale=None, groups=name, config=config, kernel=kernel)
+        attend_across(q, k, k, mask, settings, lengths=([], []))
+
     messages = []
     try:
         for kernel, key, mask, causal in (
@@ -235,10 +235,10 @@ def _kernels(rank: int, world: int) -> list[str]:
             ("picky", few, None, True),  # causal with unequal lengths: some ranks would need a mask, midway
         ):
             with pytest.raises(KernelError) as caught:
-                attend_across(q, key, key, mask, causal=causal, kernel=kernel, **arguments)  # type: ignore[arg-type]
+                attend(q, key, mask, causal=causal, kernel=kernel)
             messages.append(str(caught.value))
-        attend_across(q, q, q, None, causal=True, kernel="picky", **arguments)  # type: ignore[arg-type]
-        attend_across(few, few, few, None, causal=True, kernel="picky", **arguments)  # type: ignore[arg-type]
+        attend(q, q, None, causal=True, kernel="picky")
+        attend(few, few, None, causal=True, kernel="picky")
     finally:
         choice.KERNELS, choice.KERNEL_NAMES = kept
     return messages

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.comm.stall import current_watch
+from lightning_cp.launch.stall import current_watch
 from lightning_cp.pipelines import Leader, follow
 from tests.harness import RankPool
 from tests.pipelines import sd3

@@ -13,10 +13,12 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import run_recipe
+from lightning_cp.app.settings.target import reads_settings
 
 CONF = str(Path(__file__).parents[3] / "conf")
 
 
+@reads_settings
 def train(config: Any) -> None:
     """Run on every rank."""
     of_slurm = "RANK" not in os.environ

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from lightning_cp import locks
 from lightning_cp.errors import CacheError
-from lightning_cp.finetune.latent_cache import CacheWriter, locks, prepare_cache
+from lightning_cp.finetune.latent_cache import CacheWriter, prepare_cache
 from tests.harness import warm
 from tests.unit.finetune.latent_cache.made import add, check, index, make
 

@@ -7,11 +7,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.launch.rendezvous import join_launcher
 from tests.unit.launch.targets import Unspeakable
 
 
+@reads_settings
 def end_in_collectives(config: DictConfig) -> None:
     """All-reduce without end; rank `rank` leaves after a few times in the way `how`."""
+    join_launcher()
     dist.init_process_group("gloo")
     x = torch.ones(1000)
     for step in range(100_000):

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_cp import context_parallel_attention, fabric, pytorch
-from lightning_cp.comm import stall
+from lightning_cp.launch import stall
 from tests.dist.lightning_ranks import QUIET
 from tests.dist.module import Clips, TrainsWan
 from tests.faults.launch.listening import listening, listening_ports

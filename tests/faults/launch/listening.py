@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.target import reads_settings
+
 _LISTENS = "0A"
 _ADDRESSES = {"0100007F": "127.0.0.1", "00000000000000000000000001000000": "::1"}
 
@@ -37,6 +39,7 @@ def _lines(table: Path) -> list[str]:
     return table.read_text().splitlines()[1:] if table.is_file() else []
 
 
+@reads_settings
 def write_listening(config: DictConfig) -> None:
     """Set up a strategy with its stall watch, use all groups, and meet a second time."""
     import torch
@@ -44,8 +47,8 @@ def write_listening(config: DictConfig) -> None:
     from lightning.fabric import Fabric
 
     from lightning_cp import context_parallel_attention
-    from lightning_cp.comm import stall
     from lightning_cp.fabric import ContextParallelStrategy
+    from lightning_cp.launch import stall
 
     world = int(os.environ["WORLD_SIZE"])
     strategy: Any = ContextParallelStrategy(ring=world, stall_s=30)
@@ -70,6 +73,7 @@ def write_listening(config: DictConfig) -> None:
     Path(config.folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
+@reads_settings
 def elsewhere(config: DictConfig) -> None:
     """Meet at another port than the launcher's, as a script that sets MASTER_PORT itself does."""
     import torch.distributed as dist

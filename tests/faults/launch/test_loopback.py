@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.comm.loopback import host_store
+from lightning_cp.launch.loopback import host_store
 from tests.e2e.recipe import ROOT
 from tests.faults.launch.listening import listening
 from tests.harness import warm

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import parallelize_pipeline
-from lightning_cp.comm.loopback import JobStore
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, JobSecretError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune.precompute.run_state import RankError
 from lightning_cp.job_secret import SECRET
+from lightning_cp.launch.loopback import JobStore
 from lightning_cp.mesh import groups_for
 from lightning_cp.pipelines.serving.plain_data import PlainData, bytes_tensor
 from lightning_cp.pipelines.serving.requests import Requests

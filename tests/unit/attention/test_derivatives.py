@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import attend_across
+from lightning_cp.attention.call import settings_of
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.mesh import SINGLE_RANK
@@ -108,19 +109,9 @@ def test_a_kernel_without_tangents_is_refused_by_name() -> None:
     (q, *_), (dq, *_) = _inputs()
 
     def attend(kernel: str) -> Callable[[Tensor], object]:
-        return lambda x: attend_across(
-            x,
-            x,
-            x,
-            None,
-            causal=False,
-            scale=None,
-            grouped=False,
-            lengths=([], []),
-            groups=SINGLE_RANK.name,
-            config=CONFIG,
-            kernel=kernel,
-        )
+        name, head_dim = SINGLE_RANK.name, q.shape[-1]
+        settings = settings_of(head_dim, causal=False, scale=None, groups=name, config=CONFIG, kernel=kernel)
+        return lambda x: attend_across(x, x, x, None, settings, lengths=([], []))
 
     with pytest.raises(KernelError, match=r"kernel='flash' has no forward derivative.*use kernel='auto' or 'math'"):
         torch.func.jvp(attend("flash"), (q,), (dq,))

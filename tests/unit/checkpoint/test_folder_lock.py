@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_cp
-from lightning_cp.checkpoint import folder_lock, remove_partials
+from lightning_cp.checkpoint import remove_partials
 from lightning_cp.checkpoint.folder import drop_scratch, open_scratch
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch.scratch import temporary_folder
@@ -82,7 +82,7 @@ def test_where_there_are_no_locks_only_the_own_folder_is_swept(tmp_path: Path, m
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     partial = open_scratch(tmp_path / "checkpoints", 3)
     remove_partials(tmp_path)
     assert partial.is_dir()

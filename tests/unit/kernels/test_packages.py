@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention.api import attend_across
+from lightning_cp.attention.call import settings_of
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choice
 from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
@@ -209,18 +210,8 @@ def test_a_kernel_without_a_gradient_is_refused_in_the_forward(
 
 def _attend_with(kernel: str, q: Tensor) -> Tensor:
     """Self-attention on one rank."""
-    out = attend_across(
-        q,
-        q,
-        q,
-        None,
-        causal=False,
-        scale=None,
-        grouped=False,
-        lengths=([], []),
-        groups=SINGLE_RANK.name,
-        config=ContextParallelConfig(),
-        kernel=kernel,
-    )
+    config, name = ContextParallelConfig(), SINGLE_RANK.name
+    settings = settings_of(q.shape[-1], causal=False, scale=None, groups=name, config=config, kernel=kernel)
+    out = attend_across(q, q, q, None, settings, lengths=([], []))
     assert isinstance(out, Tensor)
     return out

@@ -14,12 +14,14 @@ from typing import IO
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.comm import channel
+from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.launch import channel
 from lightning_cp.launch.stalls import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))
 
 
+@reads_settings
 def write_environment(config: DictConfig) -> None:
     names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     Path(config.folder, f"{RANK}.txt").write_text(" ".join(os.environ[name] for name in names))
@@ -27,12 +29,14 @@ def write_environment(config: DictConfig) -> None:
     print(f"rank {RANK} warns", file=sys.stderr)
 
 
+@reads_settings
 def refuse_on_one(config: DictConfig) -> None:
     if RANK == 1:
         raise SettingsError("shape=3 is not valid: must be 4")
     time.sleep(60)
 
 
+@reads_settings
 def raise_on_one_then_everywhere(config: DictConfig) -> None:
     if RANK == 1:
         raise RuntimeError("the first cause")
@@ -48,6 +52,7 @@ class Unspeakable(RuntimeError):
         raise ValueError("no text")
 
 
+@reads_settings
 def end_on_one(config: DictConfig) -> None:
     """Ends rank `rank` in the way `how`; the others raise `later_s` after their connection is closed."""
     if config.rank != RANK:
@@ -93,6 +98,7 @@ _open_files: list[IO[str]] = []
 _handlers: list[object] = []  # ctypes frees a callback without a reference
 
 
+@reads_settings
 def leave_work_for_the_end(config: DictConfig) -> None:
     """Leave an open file, a thread and an exit handler of Python to the end, and a C exit handler that aborts."""
     folder = Path(config.folder)
@@ -104,18 +110,21 @@ def leave_work_for_the_end(config: DictConfig) -> None:
     assert ctypes.CDLL(None).__cxa_atexit(_handlers[0], None, None) == 0
 
 
+@reads_settings
 def leave(config: DictConfig) -> None:
     if RANK == 1:
         os._exit(7)
     time.sleep(60)
 
 
+@reads_settings
 def exit_apart(config: DictConfig) -> None:
     """All ranks leave by `sys.exit(0)`, rank 0 `later_s` after the others."""
     time.sleep(config.later_s if RANK == 0 else 0)
     sys.exit(0)
 
 
+@reads_settings
 def return_apart(config: DictConfig) -> None:
     """All ranks return, rank 0 `later_s` after the others; then it raises if `fails` is set."""
     time.sleep(config.later_s if RANK == 0 else 0)
@@ -123,6 +132,7 @@ def return_apart(config: DictConfig) -> None:
         raise LookupError("of its own")
 
 
+@reads_settings
 def warn_of_first(config: DictConfig) -> None:
     """Rank 0 is stopped; when it is, the others warn of a stall, and then continue it."""
     pid = Path(config.folder, "pid")
@@ -140,6 +150,7 @@ def warn_of_first(config: DictConfig) -> None:
     os.kill(int(pid.read_text()), signal.SIGCONT if RANK == 1 else 0)
 
 
+@reads_settings
 def write_nothing(config: DictConfig) -> None:
     """Rank 1 fails on a machine with full disks; the others wait."""
     try:
@@ -150,6 +161,7 @@ def write_nothing(config: DictConfig) -> None:
     time.sleep(60)
 
 
+@reads_settings
 def start_and_wait(config: DictConfig) -> None:
     """Start a child that ignores SIGTERM, write both process ids to a file, and wait."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_cp.comm.rendezvous import LISTENER
 from lightning_cp.job_secret import SECRET
+from lightning_cp.launch.rendezvous import LISTENER
 from lightning_cp.strategies.local_ranks import LocalRanks
 
 

@@ -108,7 +108,7 @@ def test_the_lock_of_another_host_holds_while_its_owner_lives(tmp_path: Path, mo
     owned(tmp_path)
     made = prepare_cache(tmp_path / "other", index())  # its thread keeps its owner file fresh
     monkeypatch.setattr("socket.gethostname", lambda: "a third host")
-    monkeypatch.setattr(locks.fcntl, "flock", lambda *_: None)  # a file system that does not share locks
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)  # a file system that does not share locks
     try:
         with pytest.raises(CacheError, match="the owner is on another host, and its file still changes"):
             prepare_cache(tmp_path / "other", index())
@@ -121,7 +121,7 @@ def test_without_locks_the_process_of_this_host_counts(tmp_path: Path, monkeypat
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     host = locks.socket.gethostname()
     owned(tmp_path, host=host, pid=os.getppid())
     with pytest.raises(CacheError, match=f"is being written by process {os.getppid()}"):

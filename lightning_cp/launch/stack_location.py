@@ -15,7 +15,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch import nn
 
-_COMM_DIR = str(Path(__file__).parent)
+_COMM_DIR = str(Path(__file__).parents[1] / "comm")
 _TORCH_DIRS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).parent))
 _PACKAGE_DIR, _STDLIB_DIR = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 BACKWARD = "_engine_run_backward"  # torch function that runs backward in C++; DDP and FSDP average gradients inside it

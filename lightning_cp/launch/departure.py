@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_cp.comm.background import wait_for_gathers
-from lightning_cp.comm.stall import stop_watch
+from lightning_cp.launch.stall import stop_watch
 
 _GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_cp.comm.rendezvous import listen_on_loopback
 from lightning_cp.errors import JobSecretError
 from lightning_cp.job_secret import signed, verified
+from lightning_cp.launch.rendezvous import listen_on_loopback
 
 
 class JobStore:

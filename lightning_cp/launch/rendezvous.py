@@ -8,19 +8,14 @@ the port before rank 0 uses it.
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from datetime import timedelta
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from typing_extensions import override
 
 from lightning_cp.compat.versions import incompatible
 
@@ -31,6 +26,7 @@ LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening sock
 _MODULE = "torch.distributed.rendezvous"
 _HOST = "127.0.0.1"
 _BACKLOG = 1024  # ranks that may connect before rank 0 has imported torch
+_taken: list[int] = []  # the launcher's descriptor, until it is used
 
 
 def listen() -> socket.socket:
@@ -85,30 +81,38 @@ def loopback_environment() -> dict[str, str]:
     return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
 
 
-def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
-    """Make `env://` use the launcher's socket in a rank that was started with `rendezvous_environment`.
+def take_listener(environ: MutableMapping[str, str]) -> bool:
+    """Take the launcher's socket over in a rank that was started with `rendezvous_environment`.
 
     Args: environ: environment variables of this process; the variable with the descriptor is removed.
+    Returns: True if `join_launcher` will use a socket.
     """
-    descriptor = environ.pop(LISTENER, None)
-    if descriptor is not None:
-        rendezvous_at(environ["MASTER_ADDR"], environ["MASTER_PORT"], listener=int(descriptor))
+    if LISTENER in environ:
+        _taken.append(int(environ.pop(LISTENER)))
+    return bool(_taken)
+
+
+def join_launcher() -> None:
+    """Make `env://` use the launcher's socket, if there is one. Call it before the process group is initialised."""
+    if take_listener(os.environ):
+        rendezvous_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], listener=_taken.pop())
 
 
 def rendezvous_at(host: str, port: str, *, listener: int) -> None:
-    """Make `env://` use a listening socket at `host` and `port`, now or once torch is imported.
+    """Make `env://` use a listening socket at `host` and `port`.
 
     Args:
         host, port: address of the rendezvous, as in `MASTER_ADDR` and `MASTER_PORT`.
         listener: descriptor of the listening socket in rank 0, which serves the store; -1 in the other ranks.
+    Raises: IncompatibleVersionError: torch has no table of handlers; it would listen on every network interface.
     """
     if listener >= 0:
         os.set_inheritable(listener, False)
-    handler = _Rendezvous((host, port), listener)
-    if _MODULE in sys.modules:
-        handler.install(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _AtImport(handler))
+    handlers = getattr(import_module(_MODULE), "_rendezvous_handlers", None)
+    if handlers is None:
+        raise incompatible("torch", f"{_MODULE} has no _rendezvous_handlers, used to listen on the loopback interface")
+    if "env" in handlers:
+        handlers["env"] = _Rendezvous((host, port), listener, handlers["env"])
 
 
 def served_address() -> tuple[str, str] | None:
@@ -123,32 +127,18 @@ class _Rendezvous:
     Args:
         address: the launcher's host and port. Other addresses in the environment go to torch's handler.
         listener: descriptor of the listening socket; -1 in ranks other than 0.
+        default: torch's handler.
     """
 
-    def __init__(self, address: tuple[str, str], listener: int) -> None:
-        self._address, self._listener, self._process = address, listener, os.getpid()
+    def __init__(self, address: tuple[str, str], listener: int, default: Any) -> None:
+        self._address, self._listener, self._process, self._default = address, listener, os.getpid(), default
         # Kept until the process ends, because the socket can be passed to a store only once.
         self._store: TCPStore | None = None
         self._uses = 0
-        self._default: Any = None
 
     def served_address(self) -> tuple[str, str] | None:
         """Return the address if this process serves the store. A forked process has this object, but not the server."""
         return self._address if self._listener >= 0 and self._process == os.getpid() else None
-
-    def install(self, module: ModuleType) -> None:
-        """Replace the handler of `env://`.
-
-        Raises: IncompatibleVersionError: torch has no table of handlers; it would listen on every network interface.
-        """
-        handlers = getattr(module, "_rendezvous_handlers", None)
-        if handlers is None:
-            raise incompatible(
-                "torch", f"{_MODULE} has no _rendezvous_handlers, used to listen on the loopback interface"
-            )
-        self._default = handlers.get("env")
-        if self._default is not None:
-            handlers["env"] = self
 
     def __call__(self, url: str, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> Iterator[Any]:
         """Yield `(store, rank, world size)`, as torch's handlers do."""
@@ -178,36 +168,3 @@ class _Rendezvous:
         listener: dict[str, Any] = {"master_listen_fd": self._listener} if rank == 0 and self._listener >= 0 else {}
         self._store = TCPStore(host, port, world, rank == 0, timeout=timeout, **listener)
         return self._store
-
-
-class _AtImport(MetaPathFinder):
-    """Install a rendezvous handler when torch's module is imported, so that ranks without torch start fast."""
-
-    def __init__(self, handler: _Rendezvous) -> None:
-        self._handler = handler
-
-    @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._handler)
-        return spec
-
-
-class _Loader(Loader):
-    def __init__(self, inner: Loader, handler: _Rendezvous) -> None:
-        self._inner, self._handler = inner, handler
-
-    @override
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    @override
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        self._handler.install(module)

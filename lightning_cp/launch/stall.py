@@ -22,10 +22,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm import channel
-from lightning_cp.comm.loopback import JobStore
-from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
 from lightning_cp.comm.stats import STATS
+from lightning_cp.launch import channel
+from lightning_cp.launch.loopback import JobStore
+from lightning_cp.launch.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
 from lightning_cp.mesh import cuda_backend_is
 
 _REQUEST_TIMEOUT = timedelta(seconds=10)  # time-out of a request to the store
