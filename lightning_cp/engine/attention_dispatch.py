@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from lightning_cp.attention import attend_across
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
-from lightning_cp.engine.patch_attention import attend_in_patches
 from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
@@ -159,19 +158,10 @@ class AttentionDispatcher:
         if mask is not None and not sizes[1] and self.kinds is not None and self.kinds[0].cached:
             raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
         kernel, scale = kernel_for(session, backend), self._scale(scale, query)
-        if session.current().evaluation is not None:
-            return attend_in_patches(
-                query,
-                key,
-                value,
-                mask,
-                self._split_kind(sizes),
-                sizes=sizes,
-                causal=causal,
-                scale=scale,
-                session=session,
-                kernel=kernel,
-            )
+        evaluation = session.current().evaluation
+        if evaluation is not None:
+            kind, settings = self._split_kind(sizes), {"sizes": sizes, "causal": causal, "scale": scale}
+            return evaluation.attend(query, key, value, mask, kind, kernel=kernel, **settings)
         out = attend_across(
             query,
             key,

@@ -173,7 +173,7 @@ class Pad:
 
 @dataclass(frozen=True)
 class Patches:
-    """Settings of a model that is computed in patches of its tokens (`engine/patches.py`).
+    """Settings of a model that is computed in patches of its tokens (`pipelines/pipefusion`).
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.

@@ -101,12 +101,8 @@ def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
     installed = installed_on(unwrapped(module))
     if installed is None:
         raise PlanError(f"{type(module).__name__} is not context-parallel: call apply_context_parallel first")
-    session = installed.session
-    before, session.batch_groups = session.batch_groups, ranks.sample
-    try:
+    with installed.session.sharing_batch(ranks.sample):
         yield
-    finally:
-        session.batch_groups = before
 
 
 def is_repeated(main: Any) -> bool:

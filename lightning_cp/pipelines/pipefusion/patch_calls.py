@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_calls
@@ -26,6 +25,7 @@ from lightning_cp.pipelines.guidance.branches import refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import held_tensors
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
 from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argument, micro_batches
@@ -208,18 +208,16 @@ class PatchCalls:
 
     def _run_in(self, branch: PatchBranch, run: Callable[[], Any]) -> Any:
         """Run an evaluation of a branch, with its buffers. With one patch, no keys are kept."""
-        session = self.installed.session
-        session.evaluation = branch.evaluation if self.patches > 1 else None
         try:
-            return run()
+            with self.installed.session.evaluating(branch.evaluation if self.patches > 1 else None):
+                return run()
         finally:
-            session.evaluation = None
             branch.evaluation.end()
             branch.done += 1
 
     def _run(self, compute: Callable[..., Any], forwards: list[_Forward]) -> Any:
         """Run the forwards of a call, all blocks on this rank."""
-        output, evaluation = None, self.installed.session.evaluation
+        output, evaluation = None, current_evaluation(self.installed.session)
         for forward in forwards:
             if evaluation is not None:
                 evaluation.begin(forward.patch)
@@ -228,7 +226,7 @@ class PatchCalls:
 
     def _run_stage(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any, owner: int) -> Any:
         """Run this stage of the forwards of a call. So all stages have work at the same time."""
-        stage, results, evaluation = self.stage, self.results, self.installed.session.evaluation
+        stage, results, evaluation = self.stage, self.results, current_evaluation(self.installed.session)
         assert stage is not None, "the caller checks it"
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
@@ -254,7 +252,7 @@ class PatchCalls:
         return results.finish(result, output, samples)
 
     def _compute_start(
-        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: Evaluation, number: int
+        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: PatchEvaluation, number: int
     ) -> list[Tensor] | None:
         """Run a forward without the blocks, with zeros in place of their outputs.
 
@@ -264,19 +262,14 @@ class PatchCalls:
         """
         session, forward, stage = self.installed.session, forwards[number], self.stage
         assert stage is not None, "the steps of a single stage do not overlap"
-        before, peers = session.evaluation, session.peers
         if forward.patch is not None:
-            session.evaluation = evaluation
             evaluation.begin(forward.patch)
-        session.peers = peers.of_one_rank()
-        try:
+        with session.evaluating(None if forward.patch is None else evaluation, peers=session.peers.of_one_rank()):
             return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
-        finally:
-            session.evaluation, session.peers = before, peers
 
     def _first_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
-        evaluation = self.installed.session.evaluation
+        evaluation = current_evaluation(self.installed.session)
         before = 0 if evaluation is None else len(evaluation.buffers)
         result = call(*args, **kwargs)
         if evaluation is not None:
