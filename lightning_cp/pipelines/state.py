@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,15 +11,17 @@ from typing import Any, NoReturn
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Around, Undo
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.placement.component_stages import Stages
+from lightning_cp.pipelines.settings import PipelineSettings
 from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.undoable import Feature
 
 INSTALLED = "_lightning_cp"
 # Names of the degrees that calls of this thread or task use, by id of the state of the pipeline.
@@ -31,35 +33,45 @@ class ParallelPipeline:
     """State of a parallel pipeline.
 
     Attributes:
+        name: class name of the pipeline.
         ranks: groups of ranks that share a sample, a CFG branch or tokens, with the default degrees.
-        transformers: installed transformers, by component name.
+        transformers, controlnets: installed modules, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
-        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
-        votes: end a call on all ranks that share a sample if one of them fails.
         degrees: by name, the degrees that a call may use.
-        equal_components, equal_steps: comparisons between the ranks that share a sample.
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
-        shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
-        controlnets: installed ControlNets, by component name.
-        around_step: wrappers of the scheduler's `step` during a call.
-        undo: functions that restore the pipeline, to be called last to first.
+        features: what was installed, in order.
+        votes: end a call on all ranks that share a sample if one of them fails.
+        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
+        clock: counts transformer calls of a step.
+        equal_components, equal_steps: comparisons between the ranks that share a sample.
     """
 
+    name: str
+    settings: PipelineSettings
     ranks: SampleGroups
-    transformers: dict[str, Installed]
-    decoders: tuple[str, ...]
-    calls: BranchCalls
-    votes: Votes
-    degrees: dict[str, Degrees]
-    equal_components: EqualComponents
-    equal_steps: EqualSteps
-    shard: tuple[str, ...] = ()
-    stages: Stages | None = None
+    transformers: dict[str, Installed] = field(default_factory=dict)
     controlnets: dict[str, Installed] = field(default_factory=dict)
-    undo: list[Undo] = field(default_factory=list)
+    decoders: list[str] = field(default_factory=list)
+    degrees: dict[str, Degrees] = field(default_factory=dict)
     patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
-    around_step: Sequence[Around] = ()
+    stages: Stages | None = None
+    features: list[Feature] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings, control = self.settings, self.ranks.control
+        self.votes, self.calls = Votes(self.name, control), BranchCalls(self.name, self.ranks)
+        self.calls.pending.before_flush = self.votes.check
+        self.clock = StepClock(must_be_equal=settings.patches > 1)
+        is_on, in_stages = settings.check_peers != "off", settings.num_stages > 1
+        self.equal_components = EqualComponents(control, is_on=is_on, in_stages=in_stages)
+        num_calls = {"off": 0, "first": 2}.get(settings.check_peers)
+        self.equal_steps = EqualSteps(self.name, self.ranks.sample, self.votes, calls=num_calls)
+
+    def undo(self) -> None:
+        """Undo all features, last to first."""
+        for feature in reversed(self.features):
+            feature.undo()
 
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_cp.comm.stall import watching_this_thread
 from lightning_cp.engine.apply import Installed
-from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.calls import arguments_by_name
@@ -23,6 +22,7 @@ from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
 from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
+from lightning_cp.undoable import Around, Undo, intercept_method, undo_all
 
 # Callbacks of a pipeline read the latents after each step, and may raise on one rank.
 _CALLBACKS = ("callback_on_step_end", "callback")
@@ -58,7 +58,7 @@ def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any,
     return in_patches.call(compute, args, kwargs)
 
 
-def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*resolve_all(args), **resolve_all(kwargs))
 
 
@@ -122,9 +122,14 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
-    state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
-    compare: Around = partial(state.equal_steps.compare_step, scheduler)
-    around_step = [compare, *state.around_step]  # in this order, it gets resolved tensors
+    num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
+    resolved = not state.patch_calls or state.clock.resolves
+    state.equal_steps.begin(resolved=resolved, every_step=num_stages > 1 or has_branches)
+    around_step: list[Around] = [partial(state.equal_steps.compare_step, scheduler)]  # innermost: gets resolved tensors
+    if state.patch_calls:
+        around_step.append(state.clock.before_step)
+    if num_stages == 1 and has_branches:  # callbacks get real tensors
+        around_step.append(_with_resolved_tensors)
 
     def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for one in state.patch_calls.values():

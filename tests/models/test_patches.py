@@ -25,10 +25,10 @@ from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
-from lightning_cp.patching import undo_all
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.plans import REGISTERED
+from lightning_cp.undoable import undo_all
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES

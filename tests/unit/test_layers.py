@@ -20,7 +20,7 @@ LAYERS = (
         "sample_groups",
         "compat",
         "compiler_options",
-        "patching",
+        "undoable",
         "nest",
     },
     {"comm", "kernels"},

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.undoable import Undo, intercept_method
 
 
 @dataclass(eq=False)

@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_cp.engine.installed import Installed
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
-from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import refuse_kept_keys
@@ -32,6 +31,7 @@ from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argumen
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.result_layout import key_of
+from lightning_cp.undoable import Undo, intercept_calls
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 

@@ -10,8 +10,8 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.pipefusion.evaluation import current_evaluation
+from lightning_cp.undoable import Undo, intercept_calls
 
 
 def run_once(installed: Installed) -> list[Undo]:

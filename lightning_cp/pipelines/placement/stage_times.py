@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_cp.patching import Undo, intercept_calls, undo_all
 from lightning_cp.pipelines.state import parallel_pipeline
+from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 
 @dataclass(eq=False)
