@@ -61,8 +61,8 @@ def parallelize_pipeline(
     blocks into host memory; then move the pipeline to a device.
 
     Args:
-        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
-            of Wan).
+        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both of
+            two experts).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
         degrees: other degrees that a call may use (`use_degrees`), by name: {"guided": {"ring": 2, "cfg": 2}}. Degrees

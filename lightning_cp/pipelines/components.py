@@ -154,6 +154,6 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 
 
 def experts_of(pipe: Any, transformers: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of a pipeline's transformers if each of them computes some of the steps (both of Wan)."""
+    """Return the names of a pipeline's transformers if each of them computes some of the steps."""
     switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
     return tuple(transformers) if switches else ()

@@ -49,7 +49,7 @@ def sample_prompts(
         per_call: prompts per call of the pipeline; must be 1 with images, videos, masks or audio.
         write: called with (prompt index, sample) once per prompt, on one rank, as soon as the sample is ready.
         collect: True: every rank returns all samples. False: each rank returns the samples of its data group.
-        sound: return clips of pipelines that also make a sound (LTX-2) as `ClipWithSound`.
+        sound: return clips of pipelines that also make a sound as `ClipWithSound`.
         inputs: all other arguments of the pipeline, the same for every prompt; `lyrics` may be a list with one text per
             prompt.
     Returns: samples in prompt order: entries of the first field of the pipeline's result.

@@ -31,7 +31,7 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
         ranks: result of `sampling_ranks`.
         like: tensor with n samples, or list of n entries (lists of n entries are then split too). None: the first
             tensor in `values`.
-    Raises: ShapeError: fewer samples than branches; a class without batch dim (Cosmos 3).
+    Raises: ShapeError: fewer samples than branches; a class without batch dim.
     """
     like = next(of_type(Tensor, values)) if like is None else like
     return select_samples(values, len(like), samples_of_branch(like, ranks), of_lists=isinstance(like, (list, tuple)))
@@ -108,7 +108,7 @@ def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
 def is_repeated(main: Any) -> bool:
     """Return True if latents (a tensor, or a list of one tensor per sample) are 2 to 4 equal copies, as with CFG."""
     if isinstance(main, Tensor):
-        size = main.shape[0] if main.is_floating_point() and main.ndim > 1 else 0  # Cosmos 3: ids of text, no batch
+        size = main.shape[0] if main.is_floating_point() and main.ndim > 1 else 0  # ids of text have no batch
     elif isinstance(main, (list, tuple)) and all(isinstance(x, Tensor) for x in main):
         size = len(main)
     else:

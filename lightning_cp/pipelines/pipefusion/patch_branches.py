@@ -30,7 +30,7 @@ class PatchBranches:
         patches: number of patches.
         clock: distinguishes branches without names.
         cfg: number of CFG branches that compute them.
-        experts: the branches of other transformers, if each transformer computes some of the steps (both of Wan): when
+        experts: the branches of other transformers, if each transformer computes some of the steps: when
             a branch of this one begins, their keys are no longer needed.
         is_guided: returns True if the pipeline says that its current call has two branches of guidance.
         known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each

@@ -49,7 +49,7 @@ class Stages:
         components: modules by name.
         stages: stage by component name. Components without an entry may be called at any time (a safety checker) and
             are never freed.
-        experts: transformers that compute different steps (both of Wan); "offload" keeps only one on the device.
+        experts: transformers that compute different steps; "offload" keeps only one on the device.
         current: current stage; None between calls.
         released: names of the components with freed weights.
     """

@@ -16,9 +16,9 @@ from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.placement.sharding import rank_device
-from lightning_cp.pipelines.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.leader import Leader
 from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run
+from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.serving.requests import Requests
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
