@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_cp.app.runs.recipe import check_config
-from lightning_cp.app.training.assemble import train_run
+from lightning_cp.app.training.finetune import FineTune
+from lightning_cp.app.training.fit import fit
 from lightning_cp.app.training.records import read_metrics
 from lightning_cp.callbacks import EMACallback, StepMetrics
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
@@ -76,7 +77,8 @@ def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> lis
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides)
     with _one_more():
-        train_run(check_config(config, Machine.this(), None).config, after_step=lambda _: None, at_end=lambda _: None)
+        checked = check_config(config, Machine.this(), None).config
+        fit(checked, FineTune.of, after_step=lambda _: None, at_end=lambda _: None)
     return [row.loss for row in read_metrics(folder / "metrics.csv")]
 
 

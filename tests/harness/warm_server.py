@@ -50,7 +50,7 @@ PRELOADED = (
     "hydra.core.hydra_config",
     "lightning_cp.pytorch",
     "lightning_cp.app.runs.recipe",
-    "lightning_cp.app.training.assemble",
+    "lightning_cp.app.training.fit",
     "lightning_cp.app.sampling.show",
     "lightning_cp.launch.rank",
 )

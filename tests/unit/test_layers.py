@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from tests.unit.imported import PACKAGE, imported_modules
+from tests.unit.imported import PACKAGE, imported_files, imported_modules
 
 LAYERS = (
     {
@@ -90,10 +90,21 @@ def test_imports_only_go_down() -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_imports_within_a_layer_have_no_cycle() -> None:
-    edges = {(source, target) for source, target in _imports() if source != target}
+def test_neither_folders_nor_files_import_each_other_in_a_cycle() -> None:
+    assert not _cycles({(source, target) for source, target in _imports() if source != target}), "of a layer"
+    files = {(source, target) for source, targets in imported_files().items() for target in targets}
+    assert not _cycles(files), "of files"
+    rooms = {(source.split(".")[2], target.split(".")[2]) for source, target in files if _are_of_app(source, target)}
+    assert not _cycles({(source, target) for source, target in rooms if source != target}), "of folders in app/"
+
+
+def _cycles(edges: set[tuple[str, str]]) -> set[str]:
+    """Return what is part of a cycle of imports, or imports it."""
     rest = {source for source, _ in edges}
-    while rest:
-        free = {name for name in rest if not any(source == name and target in rest for source, target in edges)}
-        assert free, f"these import each other: {sorted(rest)}"
+    while free := {name for name in rest if not any(source == name and target in rest for source, target in edges)}:
         rest -= free
+    return rest
+
+
+def _are_of_app(*modules: str) -> bool:
+    return all(module.startswith("lightning_cp.app.") for module in modules)

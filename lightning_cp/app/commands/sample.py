@@ -107,8 +107,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
-    from lightning_cp.app.sampling.formats import check_clip_format
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
+    from lightning_cp.app.settings.formats import check_clip_format
     from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.finetune.lora_file import load_lora
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts

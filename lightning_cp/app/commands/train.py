@@ -26,7 +26,8 @@ def train(config: DictConfig) -> None:
     from lightning_cp.app.denoisers import save_conditioning
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
-    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.fit import fit
+    from lightning_cp.app.training.from_scratch import FromScratch
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
     from lightning_cp.export import save_pretrained
@@ -58,13 +59,14 @@ def train(config: DictConfig) -> None:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
 
-    train_run(config, after_step=draw_sometimes, at_end=finish)
+    fit(config, FromScratch.of, after_step=draw_sometimes, at_end=finish)
 
 
 def fine_tune(config: DictConfig) -> None:
     """Fine-tune a pretrained transformer on every rank."""
     from lightning_cp.app.sampling.prompts import PromptPictures
-    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.finetune import FineTune
+    from lightning_cp.app.training.fit import fit
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
     from lightning_cp.export import on_rank_zero
@@ -85,7 +87,7 @@ def fine_tune(config: DictConfig) -> None:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
 
-    train_run(config, after_step=draw_sometimes, at_end=finish)
+    fit(config, FineTune.of, after_step=draw_sometimes, at_end=finish)
 
 
 def summarise(

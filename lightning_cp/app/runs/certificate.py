@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.card_sections import add_section
+from lightning_cp.app.metrics import read_rows
 from lightning_cp.app.runs import sweep
-from lightning_cp.app.runs.card_sections import add_section
-from lightning_cp.app.runs.outcome import read_rows
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.files import PRIVATE, writing_new

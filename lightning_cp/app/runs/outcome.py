@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum, unique
 from pathlib import Path
@@ -83,27 +81,3 @@ def differing(outcomes: list[Outcome]) -> list[str]:
     overrides = [set(outcome.overrides) for outcome in outcomes]
     shared = set.intersection(*overrides) if len(overrides) > 1 else set()
     return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
-
-
-OPTIONAL_COLUMNS = ("val_loss", "sigma", "peak_memory_gib")  # empty in the rows of steps without a value
-
-
-def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
-    """Read the rows of a `metrics.csv`; no rows if there is no file.
-
-    An incomplete last line is skipped: the process that wrote it was killed, or the disk was full.
-
-    Raises: ValueError: another line is damaged.
-    """
-    if not metrics.is_file():
-        return
-    complete_lines, _, _ = metrics.read_bytes().rpartition(b"\n")
-    rows = csv.DictReader(complete_lines.decode(errors="replace").splitlines())
-    for row in rows:
-        try:
-            yield {
-                name: math.nan if name in OPTIONAL_COLUMNS and value == "" else float(value)
-                for name, value in row.items()
-            }
-        except (TypeError, ValueError) as error:  # too few or too many values, or not a number
-            raise ValueError(f"{metrics} is damaged in line {rows.line_num}: {list(row.values())}") from error

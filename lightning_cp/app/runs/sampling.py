@@ -12,9 +12,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.recipe import CheckedRun, resolve
-from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
+from lightning_cp.app.settings.formats import check_format
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint

@@ -23,8 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_cp.app.metrics import read_rows, show_from_zero
 from lightning_cp.app.runs import slurm
-from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes, read_rows
+from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import console, print_error, printable, rich_text
 from lightning_cp.files import PRIVATE, writing_new
@@ -210,12 +211,6 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
         axes.set_axisbelow(True)
     with writing_new(picture):
         figure.savefig(picture, dpi=110)
-
-
-def show_from_zero(axes: Any) -> None:
-    """Let the y axis begin at 0 and end 5 % above the highest finite value, so that no curve is cut off."""
-    highest = axes.dataLim.y1
-    axes.set_ylim(0, 1.05 * highest if math.isfinite(highest) and highest > 0 else None)
 
 
 def _noise(times_s: list[float]) -> str:

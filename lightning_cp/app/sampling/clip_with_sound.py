@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_cp.app.sampling.formats import check_sound_format
+from lightning_cp.app.settings.formats import check_sound_format
 from lightning_cp.files import writing_new
 
 _LAYOUTS = {1: "mono", 2: "stereo"}

@@ -12,7 +12,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from lightning_cp.app.runs.card_sections import add_section
+from lightning_cp.app.card_sections import add_section
 from lightning_cp.app.sampling.album import Album
 from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state

@@ -16,9 +16,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_cp.app.settings.world import is_single
-from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.encoded_folder import encoded_folder
 from lightning_cp.app.training.run import Run
+from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError

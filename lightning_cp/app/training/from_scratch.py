@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
-from lightning_cp.app.training.assemble import TrainingSetup
+from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.finetune.families import StoredBatch

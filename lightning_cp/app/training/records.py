@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
-from lightning_cp.app.runs.sweep import show_from_zero
+from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_rows, show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import no_link, writing, writing_new

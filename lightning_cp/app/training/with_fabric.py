@@ -9,20 +9,25 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
-from lightning_cp.app.training.assemble import setup_of
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
+from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard
 
 
-def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """Train with Fabric; see `train_run`."""
+def fit_with_fabric(
+    config: DictConfig,
+    build: Callable[[DictConfig], TrainingSetup],
+    after_step: Callable[[Run], None],
+    at_end: Callable[[Run], None],
+) -> None:
+    """Train with Fabric; see `fit`."""
     fabric: Fabric = instantiate(config.trainer)
     with quiet_lightning():
         fabric.launch()
     fabric.seed_everything(config.seed, verbose=False)  # same seed on all ranks, so that they build the same weights
-    setup = setup_of(config)
+    setup = build(config)
     data_shard = DataShard.of(fabric.strategy)
     sampler = setup.sampler(data_shard)
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.app.training.assemble import TrainingSetup, setup_of
 from lightning_cp.app.training.loop import Steps
 from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
+from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.checkpoint import parse_manifest
 from lightning_cp.finetune.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
@@ -33,7 +33,7 @@ class RecipeModule(FineTuning):
     Args:
         setup: data and objective of the run.
         stack: exit stack that closes after the fit.
-        after_step, at_end: see `train_run`.
+        after_step, at_end: see `fit`.
     """
 
     run: Run
@@ -111,12 +111,17 @@ class RecipeModule(FineTuning):
         self._at_end(self.run)
 
 
-def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """Train with Lightning's Trainer; see `train_run`."""
+def fit_with_trainer(
+    config: DictConfig,
+    build: Callable[[DictConfig], TrainingSetup],
+    after_step: Callable[[Run], None],
+    at_end: Callable[[Run], None],
+) -> None:
+    """Train with Lightning's Trainer; see `fit`."""
     done = 0 if config.resume is None else parse_manifest(Path(config.resume)).step
     seed_everything(config.seed, verbose=False)
     with ExitStack() as stack, quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
         trainer: Trainer = instantiate(config.trainer, max_steps=config.max_steps - done)
-        trainer.fit(RecipeModule(setup_of(config), stack, after_step, at_end))
+        trainer.fit(RecipeModule(build(config), stack, after_step, at_end))

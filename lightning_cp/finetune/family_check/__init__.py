@@ -2,9 +2,10 @@
 
 from lightning_cp.finetune.family_check.batch import batch_proof
 from lightning_cp.finetune.family_check.capture import capture_proof
+from lightning_cp.finetune.family_check.check import check_family
 from lightning_cp.finetune.family_check.oracle import oracle_proof
 from lightning_cp.finetune.family_check.pipeline_calls import transformers_of
-from lightning_cp.finetune.family_check.proof import FamilyReport, Proof, check_family, store
+from lightning_cp.finetune.family_check.proof import FamilyReport, Proof, store
 from lightning_cp.finetune.family_check.topology import topology_proof
 
 __all__ = [

@@ -13,7 +13,8 @@ from lightning_cp.engine.apply import apply_context_parallel, installed_on
 from lightning_cp.engine.check import average_in_place
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.family_check.proof import Proof
-from lightning_cp.finetune.objectives.objective import Objective, activation_dtype, objective_for
+from lightning_cp.finetune.objectives.default import objective_for
+from lightning_cp.finetune.objectives.objective import Objective, activation_dtype
 
 _EXACT, _TOLERANCE = torch.float32, 1e-4
 _FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias

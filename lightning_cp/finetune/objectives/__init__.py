@@ -1,10 +1,11 @@
 """Training objectives: noise, times, targets and losses, with random draws that depend only on (seed, step, index)."""
 
+from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.density import Density, LogitNormal, Uniform
 from lightning_cp.finetune.objectives.diffusion import Diffusion
 from lightning_cp.finetune.objectives.flow import FlowMatching
 from lightning_cp.finetune.objectives.micro_batch import MicroBatch, micro_batches
-from lightning_cp.finetune.objectives.objective import Noised, Objective, objective_for
+from lightning_cp.finetune.objectives.objective import Noised, Objective
 
 __all__ = [
     "Density",

@@ -186,19 +186,3 @@ def activation_dtype(transformer: nn.Module) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     return next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
-
-
-def objective_for(family: Family, *, seed: int, component: str = "transformer", **settings: Any) -> Objective:
-    """Return the objective that fits a family's pretrained weights.
-
-    Args:
-        component: name of the trained transformer in its pipeline. One of two experts (Wan 2.2) is trained on the noise
-            levels at which the pipeline uses it, unless `sigma_range` is given.
-        settings: other arguments of `FlowMatching` or `Diffusion`.
-    """
-    from lightning_cp.finetune.objectives.diffusion import Diffusion
-    from lightning_cp.finetune.objectives.flow import FlowMatching
-
-    if family.objective.prediction != "flow":
-        return Diffusion(seed=seed, **settings)
-    return FlowMatching(seed=seed, **{"sigma_range": family.sigma_range(component), **settings})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.card_sections import add_section
+from lightning_cp.app.card_sections import add_section
 from lightning_cp.app.runs.certificate import Certificate, compare, write
 
 CONFIG = OmegaConf.create({"data_parallel": 2, "ring": 3, "ulysses": 1, "precision": "32-true"})

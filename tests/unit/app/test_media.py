@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from lightning_cp.app.sampling.album import Album
-from lightning_cp.app.sampling.formats import check_clip_format
 from lightning_cp.app.sampling.media import frames_of, write_sample
+from lightning_cp.app.settings.formats import check_clip_format
 from lightning_cp.errors import MediaError
 from lightning_cp.pipelines.results import ClipWithSound
 

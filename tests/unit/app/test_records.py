@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.app.runs.sweep import show_from_zero
+from lightning_cp.app.metrics import show_from_zero
 from lightning_cp.app.training.loop import LoopSettings, StepReport
 from lightning_cp.app.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 

@@ -16,7 +16,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.terminal import printable
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
@@ -210,29 +209,3 @@ class TrainingSetup(ABC):
             validate=self.validate,
             after_step=after_step,
         )
-
-
-def setup_of(config: DictConfig) -> TrainingSetup:
-    """Build the setup of a configuration: fine-tuning with `model=pretrained`, otherwise training from scratch."""
-    if is_finetuning(config):
-        from lightning_cp.app.training.finetune import FineTune
-
-        return FineTune.of(config)
-    from lightning_cp.app.training.from_scratch import FromScratch
-
-    return FromScratch.of(config)
-
-
-def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """Train with Fabric or with Lightning's Trainer, as `config.flavour` selects. Call it on every rank.
-
-    Args:
-        config: resolved configuration of a recipe.
-        after_step: called on every rank after each step.
-        at_end: called on every rank, while the model is still on its training device.
-    """
-    from lightning_cp.app.training.with_fabric import fit_with_fabric
-    from lightning_cp.app.training.with_trainer import fit_with_trainer
-
-    fit = {"fabric": fit_with_fabric, "pytorch": fit_with_trainer}[config.flavour]
-    fit(config, after_step, at_end)
