@@ -30,39 +30,33 @@ class Evaluation(Protocol):
     def put_output(self, x: Tensor, dim: int, segments: Sequence[tuple[int, int, int]]) -> Tensor:
         """Return the output of the whole sequence, as far as it is known.
 
-        Args:
-            x: output of this patch on all ranks. dim: dim of the tokens.
-            segments: for each segment along `dim`, the number of tokens of the patch, before it and after it.
+        Args: x: output of this patch on all ranks, with tokens in `dim`. segments: for each segment along `dim`, the
+            number of tokens of the patch, before it and after it.
         """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: Attention | None, **settings: Any
     ) -> Tensor:
-        """Compute attention of this rank's queries over the keys of all patches.
+        """Return the attention of this rank's queries over the keys of all patches. Ranks: all of the context group.
 
-        Args:
-            query, key, value: [b, s_local, h, d], this rank's shard of the patch.
-            kind: kind of attention, which gives the modalities of the keys; None: unknown.
-            settings: `sizes` (number of queries and of new keys on each rank), `causal`, `scale` and `kernel`.
-        Ranks: all of the context group. Raises: InterceptionError: this kind of attention is not supported.
+        Args: query, key, value: [b, s_local, h, d]. settings: `sizes` (number of queries and of new keys on each rank),
+            `causal`, `scale` and `kernel`.
+        Raises: InterceptionError: this kind of attention cannot be computed in patches.
         """
 
     def sum_over_patches(
         self, modalities: Modalities, tensors: Sequence[Tensor], sums: Callable[..., Tensor]
     ) -> Tensor:
-        """Sum over the tokens of all ranks and patches.
+        """Return `sums(*tensors)`, summed over all ranks and patches. Ranks: all of the context group.
 
-        Args: tensors: [b, s_local, ...], of tokens of `modalities`. sums: gets tensors, and sums over their tokens.
-        Ranks: all of the context group.
+        Args: tensors: [b, s_local, ...], of tokens of `modalities`.
         """
 
     def extend_rows(
         self, x: Tensor, extended: Tensor, *, dim: int, reach: int, by_rank: Sequence[range], total: int
     ) -> Tensor:
-        """Add the rows of other patches next to this patch.
+        """Add the rows of other patches next to this patch. Ranks: all of the context group.
 
-        Args:
-            x: this rank's rows, in `dim`. extended: with a halo of `reach` rows of other ranks of the patch.
+        Args: x: this rank's rows, in `dim`. extended: with a halo of `reach` rows of other ranks of the patch.
             by_rank: the rows of each rank in the whole sequence, which has `total` rows.
-        Ranks: all of the context group.
         """

@@ -15,7 +15,7 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.components import components_of, transformers_of
-from lightning_cp.pipelines.features import FEATURES, Setup
+from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
 from lightning_cp.pipelines.placement.sharding import mark_unusable
@@ -115,19 +115,18 @@ def parallelize_pipeline(
             )
         refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(settings.config, settings.cfg, settings.num_stages, shares=shares)
-    state = ParallelPipeline(name, settings, ranks)
-    setup = Setup(pipeline, components, transformers, controlnets, state)
-    state.features = [Feature(partial(changes, setup)) for changes in FEATURES]
+    state = ParallelPipeline(pipeline, settings, ranks, components, transformers, controlnets)
+    state.features = [Feature(partial(changes, state)) for changes in FEATURES]
     try:
         with state.votes.call():  # what one rank refuses, or cannot load, ends this on all
-            setup.prepare()
+            prepare(state)
             for feature in state.features:
                 feature.install()
             state.votes.check()
-            setup.divide_weights()
+            divide_weights(state)
     except BaseException as error:
         state.undo()
-        mark_unusable(pipeline, setup.layers, state.patch_calls, error)
+        mark_unusable(pipeline, state.layers, state.patch_calls, error)
         raise
     if state.stages is not None:
         state.stages.offload_all()

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from PIL import Image
 
 from lightning_cp.comm.shards import shard_range
-from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.pipelines.results import samples_of
-from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.state import ParallelPipeline, state_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
@@ -58,9 +58,7 @@ def sample_prompts(
         ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
         that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
-    installed = parallel_pipeline(pipe)
-    if installed is None:
-        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    installed = state_of(pipe)
     found: list[Any] = []
     error: Exception | None = None
     try:

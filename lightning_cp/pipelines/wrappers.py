@@ -79,18 +79,19 @@ def vote_before(
         yield components[name].register_forward_pre_hook(lambda *_: votes.check(), prepend=True).remove
 
 
-def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
+def synchronized(state: ParallelPipeline) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
 
     Step caches start empty in each call, also after one that failed.
     """
+    pipe = state.pipeline
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         with watching_this_thread(), votes.call():
-            check()
+            state.check()
             _empty_caches(state)
             chosen = chosen_degrees(state)
             common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
@@ -102,7 +103,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             for one in in_patches:
                 one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
-            undo = _watch_steps(pipe, state)
+            undo = _watch_steps(state)
             try:
                 with nullcontext() if stages is None else stages.call(given):
                     result = resolve_all(call(*args, **kwargs))
@@ -119,9 +120,9 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
     return around
 
 
-def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
+def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
-    scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
+    scheduler = getattr(state.pipeline, "scheduler", None)  # `components` lacks optional ones
     num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
     resolved = not state.patch_calls or state.clock.resolves
     state.equal_steps.begin(resolved=resolved, every_step=num_stages > 1 or has_branches)

@@ -34,15 +34,10 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     Raises: ShapeError: fewer samples than branches; a class without batch dim.
     """
     like = next(of_type(Tensor, values)) if like is None else like
-    return select_samples(values, len(like), samples_of_branch(like, ranks), of_lists=isinstance(like, (list, tuple)))
-
-
-def samples_of_branch(like: Any, ranks: SampleGroups) -> slice:
-    """Return this rank's samples of a batch (tensor or list). Raises: ShapeError: fewer samples than branches."""
     if len(like) < ranks.cfg:
         raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
-    share = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return slice(share.start, share.stop)
+    own = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return select_samples(values, len(like), slice(own.start, own.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:

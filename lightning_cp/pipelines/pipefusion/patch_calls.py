@@ -27,7 +27,7 @@ from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
 from lightning_cp.pipelines.pipefusion.run_once import run_once
-from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argument, micro_batches
+from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.result_layout import key_of
@@ -194,7 +194,7 @@ class PatchCalls:
             assert self.stage is not None, "there are stages or patches"
             plan = self.installed.rules.patches
             most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
-            batches = micro_batches(self.installed.module, args, kwargs, most)
+            batches = divide_samples(self.installed.module, args, kwargs, most)
             return [_Forward(*batch, None, (self._key(*batch), i)) for i, batch in enumerate(batches)]
         if branch.done < self.warmup:
             return [_Forward(args, kwargs, None, key)]

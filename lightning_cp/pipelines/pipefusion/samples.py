@@ -124,7 +124,7 @@ def _describes_samples(value: list[Any]) -> bool:
     return all(isinstance(x, (str, list, tuple)) and not any(True for _ in of_type(Tensor, x)) for x in value)
 
 
-def micro_batches(
+def divide_samples(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], most: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Divide the samples of a transformer call into at most `most` calls with about equal numbers of samples."""

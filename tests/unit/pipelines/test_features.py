@@ -12,12 +12,13 @@ from torch import nn
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.pipelines import apply
-from lightning_cp.pipelines.features import FEATURES, Setup
+from lightning_cp.pipelines.features import FEATURES
 from lightning_cp.pipelines.settings import PipelineSettings
+from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.undoable import Undo
 from tests.pipelines import table
 
-Changes = Callable[[Setup], Iterable[Undo]]
+Changes = Callable[[ParallelPipeline], Iterable[Undo]]
 
 
 def _parallelize(pipe: Any) -> None:
@@ -37,8 +38,8 @@ def _state(pipe: Any) -> dict[str, Any]:
     }
 
 
-def _fails(changes: Changes, setup: Setup) -> Iterator[Undo]:
-    yield from changes(setup)
+def _fails(changes: Changes, state: ParallelPipeline) -> Iterator[Undo]:
+    yield from changes(state)
     raise ArithmeticError("the last change of this feature")
 
 
@@ -63,7 +64,7 @@ def test_an_error_undoes_this_feature_and_the_earlier_ones(monkeypatch: pytest.M
 def test_features_are_undone_in_reverse_order(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def feature(name: str, setup: Setup) -> Iterator[Undo]:
+    def feature(name: str, state: ParallelPipeline) -> Iterator[Undo]:
         for change in "ab":
             order.append(f"install {name}{change}")
             yield partial(order.append, f"undo {name}{change}")
