@@ -78,6 +78,11 @@ class ParallelPipeline:
         num_calls = {"off": 0, "first": 2}.get(settings.check_peers)
         self.equal_steps = EqualSteps(self.name, self.ranks.sample, self.votes, calls=num_calls)
 
+    @property
+    def installed(self) -> dict[str, Installed]:
+        """All installed transformers and ControlNets, by component name."""
+        return {**self.transformers, **self.controlnets}
+
     def check(self) -> None:
         """Check, before each call too, that weights and guiders are compatible. Raises: PlanError: they are not."""
         stages = self.settings.stages

@@ -94,7 +94,10 @@ def synchronized(state: ParallelPipeline) -> Around:
             state.check()
             _empty_caches(state)
             chosen = chosen_degrees(state)
-            common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
+            common: dict[str, Any] = {
+                f"step caches of {name}": one.caches.settings() for name, one in state.installed.items()
+            }
+            common |= {"use_degrees": chosen, **adapter_state(pipe.components)}
             common |= state.equal_components.settings(pipe, state.transformers)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
@@ -107,14 +110,16 @@ def synchronized(state: ParallelPipeline) -> Around:
             try:
                 with nullcontext() if stages is None else stages.call(given):
                     result = resolve_all(call(*args, **kwargs))
-                _finish_checks(state, result)
+                for installed in state.installed.values():  # so that no later call raises a difference of this one
+                    installed.session.peers.finish()
+                state.equal_steps.end(result)
                 return result
             finally:
                 undo_all(undo)
                 calls.end()
                 for one in in_patches:
                     one.end()
-                for installed in _installed(state):
+                for installed in state.installed.values():
                     installed.session.peers.drop()
 
     return around
@@ -124,8 +129,7 @@ def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(state.pipeline, "scheduler", None)  # `components` lacks optional ones
     num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
-    resolved = not state.patch_calls or state.clock.resolves
-    state.equal_steps.begin(resolved=resolved, every_step=num_stages > 1 or has_branches)
+    state.equal_steps.begin(resolved=state.clock.resolves, every_step=num_stages > 1 or has_branches)
     around_step: list[Around] = [partial(state.equal_steps.compare_step, scheduler)]  # innermost: gets resolved tensors
     if state.patch_calls:
         around_step.append(state.clock.before_step)
@@ -143,31 +147,14 @@ def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     return undo
 
 
-def _finish_checks(state: ParallelPipeline, result: Any) -> None:
-    """Compare what is not compared yet of this call, so that no later call raises a difference of this one."""
-    for installed in _installed(state):
-        installed.session.peers.finish()
-    state.equal_steps.end(result)
-
-
-def _installed(state: ParallelPipeline) -> list[Installed]:
-    return [*state.transformers.values(), *state.controlnets.values()]
-
-
 def _empty_caches(state: ParallelPipeline) -> None:
     """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
-    for installed in _installed(state):
+    for installed in state.installed.values():
         if state.patch_calls:
             refuse_caches(installed)
         else:
             installed.caches.follow()
             installed.caches.reset()
-
-
-def _cache_settings(state: ParallelPipeline) -> dict[str, Any]:
-    """Describe the step caches for a comparison between ranks."""
-    installed = {**state.transformers, **state.controlnets}
-    return {f"step caches of {name}": one.caches.settings() for name, one in installed.items()}
 
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:

@@ -6,7 +6,6 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,7 +174,7 @@ class PatchCalls:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
         plan = self.installed.rules.patches
         assert plan is not None, "parallelize_pipeline refuses other classes"
-        given = arguments_by_name(inspect.signature(type(self.installed.module).forward), args, kwargs)
+        given = arguments_by_name(self.installed.signature, args, kwargs)
         masks = of_type(torch.Tensor, [given.get(name) for name in plan.masks])
         return key_of((args, kwargs)), tuple(tuple(mask.sum(-1).flatten().tolist()) for mask in masks)
 
