@@ -100,7 +100,7 @@ class ResultTransfers:
         return self._pieces.get((id(stage), key), [])
 
     def forget_oldest(self) -> None:
-        """Forget the shapes and positions of the oldest results. Ranks: see `forms.forget_oldest`."""
+        """Forget the shapes and positions of the oldest results. Ranks: see `result_layout.forget_oldest`."""
         forget_oldest(self._forms)
         self._pieces = {key: pieces for key, pieces in self._pieces.items() if key in self._forms}  # `put` needs both
         sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]
