@@ -1,7 +1,7 @@
 """ControlNets of a pipeline: computed by all ranks that share a sample, each with its shard of the tokens.
 
-A pipeline may use a ControlNet's residuals for several branches of guidance, so every rank needs
-them. Therefore these calls are not assigned to branches: all ranks of a sample divide the tokens, as for autoencoders.
+A pipeline may use a ControlNet's residuals for several branches of guidance, so every rank needs them. Therefore these
+calls are not assigned to branches: all ranks of a sample divide the tokens, as for autoencoders.
 """
 
 from __future__ import annotations
