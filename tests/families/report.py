@@ -1,6 +1,6 @@
 """Write the table of docs/families.md from measured errors.
 
-LIGHTNING_CP_FAMILIES=errors.jsonl pytest -q -m "full or not full" tests/families tests/dist/test_families.py
+LIGHTNING_CP_FAMILIES=errors.jsonl pytest -q -m "full or not full" tests/families tests/dist/finetune/test_families.py
 python -m tests.families.report errors.jsonl
 """
 

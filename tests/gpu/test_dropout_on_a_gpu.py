@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from tests.dist.engine.test_shard_dropout import _seen, _with_dropout
 from tests.dist.plain import PLAIN_PLAN
-from tests.dist.test_shard_dropout import _seen, _with_dropout
 from tests.harness import RankPool
 
 pytestmark = [

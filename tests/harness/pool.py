@@ -37,7 +37,7 @@ _PRELOADED = (
 )
 _PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imported
     "diffusers": ("diffusers.models.attention_dispatch", "diffusers.models.transformers.transformer_wan"),
-    "tests.dist.test_engine_models": ("functorch.compile",),  # what compiling imports
+    "tests.dist.engine.test_engine_models": ("functorch.compile",),  # what compiling imports
     "transformers": ("diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.wan.pipeline_wan"),
     "lightning.fabric": ("lightning.fabric.strategies", "torch.distributed.fsdp"),
     "lightning.pytorch": ("lightning.pytorch.strategies", "torch.distributed.checkpoint"),

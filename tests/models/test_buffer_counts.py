@@ -53,7 +53,7 @@ def _in_float32(x: Tensor) -> Tensor:
 def test_counts_are_the_buffers_of_an_evaluation(name: str) -> None:
     model = TINY[name].build().float()
     arguments = replace(Tensor, _in_float32, {**TINY[name].arguments(), "return_dict": False})
-    if name in _READ_VALUES:  # they are checked after the first block (tests/dist/test_buffer_memory.py)
+    if name in _READ_VALUES:  # they are checked after the first block (tests/dist/pipelines/test_buffer_memory.py)
         with pytest.raises(RuntimeError, match=r"nonzero|_local_scalar_dense"):
             count_without_storage(model, (), arguments, patches=3)
         return

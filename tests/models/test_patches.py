@@ -198,18 +198,17 @@ _TABLE = re.compile(r"(<!-- classes: .* -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def _table() -> str:
-    rows = ["\n| class | order of tokens in attention | stages |\n|---|---|---|\n"]
+    classes: dict[str, list[str]] = {}
     for name in sorted(REGISTERED):
         patches = REGISTERED[name].patches
         if patches is not None:
-            alone = "no (`pipe=1`): needs outputs or weights of other blocks than the one before"
-            stages = "yes" if patches.stages else alone
-            rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
-    return "".join([*rows, "\n"])
+            classes.setdefault(", ".join(patches.order), []).append(f"{name}{'' if patches.stages else ' (`pipe=1`)'}")
+    rows = [f"| {order} | {', '.join(names)} |\n" for order, names in sorted(classes.items())]
+    return "".join(["\n| order of tokens in attention | classes |\n|---|---|\n", *rows, "\n"])
 
 
 def test_the_page_lists_the_classes() -> None:
-    page = Path(__file__).parents[2] / "docs" / "pipefusion.md"
+    page = Path(__file__).parents[2] / "docs" / "pipefusion_reference.md"
     written = _TABLE.sub(lambda found: found[1] + _table() + found[2], page.read_text())
     if "LIGHTNING_CP_PATCHES_TABLE" in os.environ:
         Path(os.environ["LIGHTNING_CP_PATCHES_TABLE"]).write_text(written)

@@ -3,7 +3,8 @@
     python -m lightning_cp.app.benchmark.patches_quality RUN PLOT.png [COUNT]
 
 RUN is the folder of a run of recipes/train.py on digits. One process draws the same samples exactly, and for each
-number of patches and of warm-up evaluations. The result does not depend on the number of stages (docs/pipefusion.md).
+number of patches and of warm-up evaluations. The result does not depend on the number of stages
+(docs/pipefusion_reference.md).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     all data groups. The same holds if a rank exits.
 
     Security: requests and results hold plain data only, are sent without pickle, and are signed with the job's secret
-    (see docs/training.md). What a user of your service sends is never unpickled, unless your loop does it.
+    (see docs/runs.md). What a user of your service sends is never unpickled, unless your loop does it.
 
     Args:
         pipe: pipeline made parallel by `parallelize_pipeline`.

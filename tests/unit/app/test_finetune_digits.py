@@ -18,7 +18,7 @@ from lightning_cp.export import save_lora
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.finetune.families import InputOptions, family_for, load_family, registry
 from lightning_cp.objectives import objective_for
-from tests.e2e.test_docs_pages import write_files
+from tests.e2e.docs.test_docs_pages import write_files
 
 SIZE = {"in_channels": 1, "out_channels": 1, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2}
 

@@ -1,0 +1,341 @@
+"""Unequal shares: tokens and heads are divided by them; results and gradients are exact in every mode."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp import (
+    ContextParallelConfig,
+    apply_context_parallel,
+    check_plan,
+    context_parallel_attention,
+    parallelize_pipeline,
+)
+from lightning_cp.attention import operator
+from lightning_cp.attention.ring import ring_forward
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import PeerMismatchError
+from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
+from lightning_cp.mesh import groups_for
+from lightning_cp.vae import parallelize_vae
+from tests import features
+from tests.dist.attention.test_exactness import ROTATED, problems
+from tests.dist.compare import averaged, outcome, worst
+from tests.dist.lightning_ranks import fabric_of
+from tests.dist.problems import Problem, cut, errors, expect, part_of, solve, whole
+from tests.dist.vaes import ALL, make_vae
+from tests.harness import RankPool
+from tests.models import FIRST, TINY
+from tests.models.modes import MODES
+from tests.models.tiny import with_short_text
+from tests.models.wan import wan
+from tests.pipelines import table
+
+SHARES = {2: (2, 1), 3: (1, 3, 2), 4: (4, 1, 2, 1), 6: (1, 2, 3, 1, 1, 2)}
+_TOLERANCE = 1e-9
+
+
+def _checked(rank: int, world: int, name: str, mode: str, text: int | None) -> str:
+    """What differs from one process; empty if nothing does."""
+    tiny = TINY[name]
+    model, arguments = tiny.build(), tiny.arguments()
+    if mode == "replay":
+        if not model._supports_gradient_checkpointing:
+            return ""
+        model.enable_gradient_checkpointing()
+    if text is not None:
+        arguments = with_short_text(arguments, text)
+    if "return_dict" in inspect.signature(type(model).forward).parameters:  # Z-Image's ControlNet has none
+        arguments["return_dict"] = False
+    found = check_plan(model, arguments, MODES[mode](world), training=tiny.training, shares=SHARES[world])
+    assert found.outputs
+    return "" if found.passed else str(found)
+
+
+_QUICK = [("flux", "ulysses", 3), ("wan", "rotation", 3), ("lumina2", "ring", 3), ("sd3", "unified", 4)]
+_REST = [(name, mode, 3) for name in FIRST.values() for mode in ("ring", "ulysses")]
+_REST += [
+    (name, mode, world)
+    for name in ("flux", "wan", "sd3", "cogvideox", "qwen_image", "lumina2", "sana", "hunyuan_video", "ltx2")
+    for mode, world in (
+        *(("ring", 2), ("rotation", 2), ("ulysses", 2), ("rotation", 3), ("replay", 3), ("rotation", 4)),
+        *(("ulysses", 4), ("unified", 4), ("unified", 6), ("unified3", 6)),
+    )
+]
+_REST = [trial for trial in dict.fromkeys(_REST) if trial not in _QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "world"), [*_QUICK, *(pytest.param(*trial, marks=pytest.mark.full) for trial in _REST)]
+)
+def test_models_are_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
+    assert run_ranks(world, _checked, name, mode, None) == [""] * world
+
+
+@pytest.mark.parametrize("mode", ["ring", pytest.param("ulysses", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["hunyuan_video", *(pytest.param(x, marks=pytest.mark.full) for x in ("flux2", "sd3", "qwen_image", "wan"))]
+)
+def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str, mode: str) -> None:
+    assert run_ranks(3, _checked, name, mode, 2) == [""] * 3
+
+
+def _divided(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, set[int]]:
+    """Tokens of this rank in the first block, and the heads that it has after the exchange of Ulysses."""
+    model, tokens, heads = wan().build(), list[int](), set[int]()
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+
+    def attended(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        heads.add(q.shape[2])
+        return ring_forward(q, *args, **kwargs)
+
+    apply_context_parallel(model, config, shares=SHARES[world])
+    model.blocks[0].attn1.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(_first(args, kwargs)), with_kwargs=True
+    )
+    with mock.patch.object(operator, "ring_forward", attended):
+        model(**wan().arguments(), return_dict=False)
+    return tokens[0], heads
+
+
+def _first(args: Any, kwargs: Any) -> int:
+    return int((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+
+def test_tokens_and_heads_follow_the_shares(run_ranks: RankPool) -> None:
+    """Wan has 4 heads and 45 tokens. In unified attention heads follow the sums 4 + 2 and 1 + 1 of the shares."""
+    everyone = run_ranks(3, _divided, 1, 3)
+    assert [tokens for tokens, _ in everyone] == [8, 22, 15]
+    assert [heads for _, heads in everyone] == [{1}, {2}, {1}]
+    assert [tokens for tokens, _ in run_ranks(3, _divided, 3, 1)] == [8, 22, 15]
+    everyone = run_ranks(4, _divided, 2, 2)
+    assert [heads for _, heads in everyone] == [{3}, {1}, {3}, {1}]
+
+
+def _attention(rank: int, world: int, cases: list[Problem]) -> list[str]:
+    """Attention calls that are not exact."""
+    wrong = []
+    for problem in cases:
+        given = whole(problem)
+        actual = solve(problem, given, rank, shares=SHARES[world])
+        found = errors(actual, part_of(expect(problem, given), problem, rank))
+        if not max(found.values()) < 1e-10:
+            wrong.append(f"rank {rank}: {problem}: {found}")
+        assert cut(problem, rank)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"),
+    [
+        pytest.param(*mode, marks=() if mode == (3, 1, 3, "allgather") else pytest.mark.full)
+        for mode in ROTATED
+        if mode[2] > 1
+    ],
+)
+def test_attention_with_masks_and_grouped_heads_is_exact(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
+) -> None:
+    cases = list(problems(ring, ulysses, rotate))
+    cases = [x for x in cases if x.heads != 4][:: 5 if world == 3 else 2]
+    assert {(x.heads, x.kv_heads) for x in cases} >= {(7, 7), (8, 2), (9, 3), (6, 1)}
+    wrong = [line for lines in run_ranks(world, _attention, cases, timeout_s=300) for line in lines]
+    assert not wrong, "\n".join(wrong[:5])
+
+
+def _compiled(rank: int, world: int, mode: str) -> float:
+    """Largest error of compiled blocks with two lengths, one after the other, against eager blocks of one process."""
+    reference = wan().build()
+    model = copy.deepcopy(reference)
+    apply_context_parallel(model, MODES[mode](world), shares=SHARES[world])
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    largest = 0.0
+    for frames in (3, 2, 3):
+        arguments = wan(frames).arguments()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            (expected, gradients), (out, found) = outcome(reference, arguments), outcome(model, arguments)
+        largest = max(largest, float((out - expected).abs().max()), worst(averaged(found, world), gradients))
+    return largest
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "world"), [("ring", 3), ("ulysses", 3), ("rotation", 2), ("unified", 4)])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_of_several_lengths_are_exact(run_ranks: RankPool, mode: str, world: int) -> None:
+    assert max(run_ranks(world, _compiled, mode, timeout_s=300)) < 1e-5  # with the model's float32 casts
+
+
+class _Attention(nn.Module):
+    """A plain module that calls attention itself, on shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, config: ContextParallelConfig, shares: Any = None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 4)) for y in self.qkv(x).chunk(3, -1))
+        attended = context_parallel_attention(q, k, v, parallel_config=config, shares=shares)
+        assert isinstance(attended, Tensor)
+        return self.out(attended.flatten(2))
+
+
+def _trained(rank: int, world: int, sharded: bool, settings: dict[str, Any]) -> tuple[float, str]:
+    """Error of all gradients of a module with a transformer and a plain part, and the line about the ranks."""
+    strategy: Any = (ContextParallelFSDPStrategy if sharded else ContextParallelStrategy)(**settings)
+    fabric = fabric_of(rank, world, strategy)
+    torch.manual_seed(0)
+    plain, x = _Attention(), torch.randn(2, 11, 16)
+    model = nn.ModuleDict({"transformer": wan().build().float(), "plain": plain})
+    arguments = {name: v.float() if v.is_floating_point() else v for name, v in wan().arguments().items()}
+    config = ContextParallelConfig(ring_degree=settings.get("ring", 1), ulysses_degree=settings.get("ulysses", 1))
+    model["transformer"](**arguments, return_dict=False)[0].square().mean().backward()
+    model["plain"](x, ContextParallelConfig()).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    transformer = fabric.setup(model["transformer"])
+    alone = fabric.setup(plain)
+    line = next(line for line in strategy.context.described if "Wan" in line)
+    fabric.backward(transformer(**arguments, return_dict=False)[0].square().mean())
+    shard = strategy.shard({"x": x}, {"x": 1})["x"]
+    assert strategy.gather(shard, 1).equal(x)
+    fabric.backward(strategy.local_mean(alone(shard, config, settings["shares"]).square().mean(), shard.shape[1]))
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return worst(found, expected), line  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("world", "sharded", "settings", "line"),
+    [
+        (3, False, {"ring": 3, "shares": [1, 3, 2]}, "3 ranks = data 1 × ring 3 × ulysses 1, shares 1:3:2; Wan"),
+        pytest.param(3, True, {"ulysses": 3, "shares": [1, 3, 2]}, "ulysses 3, shares 1:3:2", marks=pytest.mark.full),
+        pytest.param(4, False, {"ring": 2, "shares": [0.5, 1.0]}, "= data 2 × ring 2 ×", marks=pytest.mark.full),
+        pytest.param(4, True, {"ring": 2, "ulysses": 2, "shares": [3, 1, 1, 2]}, "3:1:1:2", marks=pytest.mark.full),
+    ],
+)
+def test_strategies_train_with_one_process_gradients(
+    run_ranks: RankPool, world: int, sharded: bool, settings: dict[str, Any], line: str
+) -> None:
+    for error, found in run_ranks(world, _trained, sharded, settings, init=False):
+        assert error < 1e-4
+        assert line in found
+
+
+def _sampled(rank: int, world: int, family: str, mode: str, cfg: int) -> float:
+    """Largest error of a pipeline's latents, or pictures decoded by all ranks."""
+    torch.manual_seed(0)
+    tiny = table(family)[family]
+    pipe: Any = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+
+    def latents(seed: int) -> Tensor:
+        value = getattr(pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(seed)), tiny.output)
+        return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
+
+    alone = latents(7)
+    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, shares=SHARES[world // cfg])
+    installed = installed_on(pipe.transformer)
+    assert installed is not None
+    assert installed.session.groups.shares == SHARES[world // cfg]
+    return float((latents(7 + rank) - alone).abs().max() / alone.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "world", "cfg"),
+    [
+        ("wan", "ulysses", 3, 1),
+        pytest.param("flux", "ring", 3, 1, marks=pytest.mark.full),
+        pytest.param("wan", "ring", 4, 2, marks=pytest.mark.full),
+        pytest.param("sd3", "unified", 4, 1, marks=pytest.mark.full),
+    ],
+)
+def test_pipelines_give_one_process_latents(run_ranks: RankPool, family: str, mode: str, world: int, cfg: int) -> None:
+    error = max(run_ranks(world, _sampled, family, mode, cfg))
+    assert error < 1e-4
+    features.compared("unequal devices (`shares=`)", error)
+
+
+def _in_patches(rank: int, world: int) -> float:
+    """Largest difference that shares make to a pipeline that runs in patches (PipeFusion)."""
+    tiny, found = table("flux")["flux"], []
+    for shares in (None, SHARES[world]):
+        torch.manual_seed(0)
+        pipe: Any = tiny.make()
+        pipe.set_progress_bar_config(disable=True)
+        config = ContextParallelConfig(ring_degree=world)
+        parallelize_pipeline(pipe, config, patches=2, warmup=1, shares=shares)
+        value = getattr(pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(7)), tiny.output)
+        found.append(torch.as_tensor(value if isinstance(value, Tensor) else value[-1]))
+    return float((found[1] - found[0]).abs().max() / found[0].abs().max())
+
+
+@pytest.mark.full
+def test_patches_give_the_same_with_unequal_shares(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _in_patches)) < 1e-4
+
+
+def _decoded(rank: int, world: int, tiles: bool) -> tuple[float, int]:
+    """Error of a parallel VAE, and the values that its first convolution gets on this rank."""
+    vae: Any = make_vae("kl", torch.float64)
+    if tiles:
+        vae.enable_tiling(**ALL["kl"].tiles)
+    z = torch.randn(ALL["kl"].latent, generator=torch.Generator().manual_seed(7)).double() / 2
+    values = [0]
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        values[0] += args[0].numel()
+
+    with torch.no_grad():
+        expected = vae.decode(z).sample
+        vae.decoder.conv_in.register_forward_pre_hook(add)
+        parallelize_vae(vae, groups_for(ContextParallelConfig(ring_degree=world), SHARES[world]))
+        found = vae.decode(z).sample
+    return float((found - expected).abs().max()), values[0]
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_rows_and_tiles_of_an_autoencoder_follow_the_shares(run_ranks: RankPool, tiles: bool) -> None:
+    everyone = run_ranks(3, _decoded, tiles)
+    assert max(error for error, _ in everyone) < 1e-12
+    first, second, third = (values for _, values in everyone)
+    assert first < third <= second
+
+
+def _unlike(rank: int, world: int) -> list[str]:
+    """Errors of each rank where the last one was given other shares."""
+    found = []
+    config, given = ContextParallelConfig(ulysses_degree=world), (1, 3, 2) if rank < world - 1 else None
+    q = torch.randn(1, 4, 4, 8)
+    for call in (
+        lambda: apply_context_parallel(wan().build(), config, shares=given),
+        lambda: context_parallel_attention(q, q, q, parallel_config=config, shares=given),
+    ):
+        try:
+            call()
+            found.append("")
+        except PeerMismatchError as error:
+            found.append(str(error))
+        dist.barrier()
+    return found
+
+
+def test_ranks_with_other_shares_are_refused_on_all_ranks(run_ranks: RankPool) -> None:
+    for at_set_up, in_attention in run_ranks(3, _unlike):
+        assert "shares must be equal" in at_set_up
+        assert "rank 2 was given [1, 1, 1] and rank 0 [1, 3, 2]" in at_set_up
+        assert "checksum of shares" in in_attention

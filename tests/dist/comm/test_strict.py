@@ -1,0 +1,96 @@
+"""Each feature on the strict stand-in for NCCL: no hang, and no buffer is read or written before its transfer is done.
+
+Ranks run one operation at a time (`serial`), and backward in a thread of its own, as on CUDA.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from tests.dist.attention.test_exactness import problems
+from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.problems import check_exact
+from tests.dist.strategies import test_fabric_strategy, test_sharded
+from tests.harness import RankPool
+from tests.harness.cases import full_unless
+from tests.harness.strict import Strict
+
+_STRICT = Strict(serial=True, backward_thread=True)
+_MODES = [
+    (3, 3, 1, "allgather"),
+    (3, 3, 1, "alltoall"),
+    (3, 1, 3, "allgather"),
+    (4, 2, 2, "alltoall"),
+    (4, 2, 2, "allgather"),
+    (6, 3, 2, "alltoall"),
+]
+
+
+@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(lambda world, *_: world == 3, _MODES))
+def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str) -> None:
+    cases = list(islice(problems(ring, ulysses, rotate), 0, None, 11 if world == 3 else 3))
+    assert [x for lines in run_ranks(world, check_exact, cases, strict=_STRICT) for x in lines] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses"), full_unless(lambda world, *_: world == 3, [(3, 3, 1), (4, 2, 1)])
+)
+def test_ddp(run_ranks: RankPool, world: int, ring: int, ulysses: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(world, test_fabric_strategy._train, ring, ulysses, folder, init=False, strict=_STRICT)
+    assert all(error < 1e-5 for error, _ in found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    full_unless(lambda world, _: world == 3, [(3, {"ring": 3}), (4, {"ring": 2, "replicate": 2})]),
+)
+def test_fsdp2(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
+    for found in run_ranks(world, test_sharded._train, settings, init=False, strict=_STRICT):
+        assert found["gradient"] < 1e-5
+        assert found["weights"] < 1e-5
+
+
+def _sample(rank: int, world: int, name: str, degrees: Any, settings: Any, inputs: Any) -> float:
+    """The largest error of some calls against one process, which find out that steps can overlap, and do so."""
+    pipes = {where: make_pipe(name) for where in ("alone", "parallel")}
+    if settings.get("patches", 1) > 1:
+        parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=settings["patches"])
+    parallelize_pipeline(pipes["parallel"], ContextParallelConfig(**degrees), **settings)
+    expected = latents_of(pipes["alone"], name, **inputs)
+    calls = 3 if "pipe" in settings else 1
+    return max(error_of(expected, latents_of(pipes["parallel"], name, **inputs)) for _ in range(calls))
+
+
+_PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
+_PIPELINES: dict[str, tuple[str, int, Any, Any, Any]] = {
+    "cfg_ring": ("flux_true_cfg", 4, {"ring_degree": 2}, {"cfg": 2}, {}),
+    "patches": ("flux", 3, {}, {"pipe": 3, "patches": 3}, {}),
+    "prompts": ("flux", 2, {}, {"pipe": 2}, {"prompt": _PROMPTS}),
+    "few_patches": ("flux", 4, {}, {"pipe": 4, "patches": 2}, {}),
+    "many_patches": ("flux", 2, {}, {"pipe": 2, "patches": 5}, {}),
+    "ring": ("flux", 6, {"ring_degree": 2}, {"pipe": 3, "patches": 3}, {}),
+    "pipe_ring": ("flux", 6, {"ring_degree": 3}, {"pipe": 2, "patches": 2}, {}),
+    "ulysses": ("flux", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}, {}),
+    "cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}),
+    "branches": ("flux_true_cfg", 3, {}, {"pipe": 3, "patches": 3}, {}),
+    "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}, {}),
+    "experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}, {}),
+}
+_DEFAULT = ("cfg_ring", "patches", "prompts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _PIPELINES]
+)
+def test_sampling(run_ranks: RankPool, case: str) -> None:
+    name, world, degrees, settings, inputs = _PIPELINES[case]
+    for error in run_ranks(world, _sample, name, degrees, settings, inputs, strict=_STRICT):
+        assert error < 1e-12

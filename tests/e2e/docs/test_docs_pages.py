@@ -1,0 +1,95 @@
+"""The scripts and commands of own_module.md, own_data.md and sweeps.md run unchanged."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recipe import ROOT
+from tests.harness import warm
+
+TWO_GROUPS = """
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning_cp.pytorch import ContextParallelStrategy
+from my_module import clips
+from noise_per_group import OwnNoise
+from torch.utils.data import DataLoader
+
+class Recorded(OwnNoise):
+    def on_train_batch_end(self, *_):
+        print(f"drawn {self.generator.get_state().sum().item()} {torch.rand(()).item()}", flush=True)
+
+seed_everything(0)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = Trainer(max_steps=1, devices=4, strategy=ContextParallelStrategy(ring=2), **quiet)
+trainer.fit(Recorded(), DataLoader(clips(), batch_size=2))
+"""
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Write each Python or YAML block of a page that begins with a comment naming a file."""
+    text = (ROOT / "docs" / page).read_text()
+    for name, script in re.findall(r"```\w+\n# (\S+\.(?:py|yaml))\n(.*?)```", text, re.DOTALL):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(script)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the commands of a page that run recipes/train.py: the arguments after it."""
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    return [shlex.split(line) for line in re.findall(r"^.*python recipes/train.py (.*)$", text, re.MULTILINE)]
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Run a script of the folder. Returns: its standard output."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}.", "OMP_NUM_THREADS": "1"}
+    result = warm.run([sys.executable, *arguments], cwd=folder, env=environment, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.full
+def test_own_module_gives_the_same_numbers_at_every_degree(tmp_path: Path) -> None:
+    write_files("own_module.md", tmp_path)
+    printed = [run(tmp_path, "compare_ranks.py", str(ring)) for ring in (1, 2, 3)]
+    numbers = [re.findall(r"loss (\S+), norm of the weights (\S+)", text) for text in printed]
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert len(numbers[0]) == 1
+
+
+@pytest.mark.full
+def test_own_noise_differs_between_data_groups_only(tmp_path: Path) -> None:
+    write_files("own_module.md", tmp_path)
+    (tmp_path / "two_groups.py").write_text(TWO_GROUPS)
+    drawn = re.findall(r"drawn (\d+) (\S+)", run(tmp_path, "two_groups.py"))
+    assert len(drawn) == 4
+    for numbers in zip(*drawn, strict=True):  # of the group's generator, and of the global state: equal in a group only
+        assert sorted(numbers.count(number) for number in set(numbers)) == [2, 2]
+    assert len(set(drawn)) == 2
+
+
+@pytest.mark.full
+def test_own_data_trains_and_is_not_judged_by_the_classifier_of_digits(tmp_path: Path) -> None:
+    write_files("own_data.md", tmp_path)
+    (command,) = commands("own_data.md")
+    printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, "max_steps=2", "batch_size=4")
+    assert "Trained 2 steps" in printed
+    assert "classifier" not in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(2))
+def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
+    command = [one for one in commands("sweeps.md")[number] if not one.startswith(("max_steps=", "ring="))]
+    quick = ["ring=1", "max_steps=2", "batch_size=4", "sampling.num_samples=10"]
+    quick += ["hydra.sweeper.n_trials=2"] if "hydra/sweeper=optuna" in command else []
+    command = [one for one in command if not one.startswith("hydra.sweeper.n_trials=")]
+    printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, *quick)
+    assert "sweep.csv" in printed
+    assert ("hydra/sweeper=optuna" in command) == any(tmp_path.rglob("optimization_results.yaml"))

@@ -1,0 +1,104 @@
+"""Commands and scripts of docs/finetuning.md and docs/finetune_edits.md run unchanged, on tiny pipelines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.e2e.docs.test_docs_pages import run, write_files
+from tests.e2e.finetune.test_finetune_edit import CALL
+from tests.e2e.finetuning import write_media, write_pipeline
+from tests.e2e.recipe import ROOT
+from tests.families.cases import CASES
+
+PAGE = (ROOT / "docs/finetuning.md").read_text()
+EDITS = (ROOT / "docs/finetune_edits.md").read_text()
+IMAGE_TO_VIDEO = PAGE.partition("## Image to video\n")[2].partition("\n## ")[0]
+COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS = (
+    [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
+    for page in (PAGE.replace(IMAGE_TO_VIDEO, ""), EDITS, IMAGE_TO_VIDEO)
+)
+SMALL = {
+    "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
+    "recipes/train.py": ("max_steps=2", "batch_size=2", "accelerator=cpu"),
+    "recipes/sample.py": (
+        "num_inference_steps=1",
+        "+call.height=32",
+        "+call.width=48",
+        "+call.num_frames=5",
+        "accelerator=cpu",
+    ),
+}
+
+
+def test_the_readme_has_the_same_three_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    first = re.findall(r"^python recipes/.*$", PAGE, re.MULTILINE)[:3]
+    assert [shlex.split(line)[1] for line in first] == list(SMALL)
+    assert "\n".join(first) in readme
+
+
+@pytest.mark.full
+def test_commands_and_script_run(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "my-pipeline", "wan_two_experts")
+    write_media(tmp_path / "clips", "wan", 4)
+    for script, *given in COMMANDS:
+        small = [*SMALL[script], "max_steps=3"] if "resume=last" in given else SMALL[script]
+        run(tmp_path, str(ROOT / script), *given, *small, "progress=false")
+    write_files("finetuning.md", tmp_path)
+    alone, two = (re.findall(r"loss (\S+)", run(tmp_path, "my_finetuning.py", ranks)) for ranks in ("1", "2"))
+    assert len(alone) == 3
+    assert [float(x) for x in two] == pytest.approx([float(x) for x in alone], rel=1e-4)
+    run(tmp_path, "my_pictures.py")
+    assert {path.name for path in (tmp_path / "pictures/samples").iterdir()} == {
+        "step_00000002.png",
+        "step_00000003.png",
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["wan_image", "cogvideox_image"])
+def test_the_commands_for_image_to_video_run(case: str, tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "my-i2v-pipeline", case)
+    write_media(tmp_path / "clips", case, 4)
+    frames, height, width = CASES[case].size
+    Image.new("RGB", (2 * width, 2 * height), (200, 40, 40)).save(tmp_path / "photo.png")
+    length = ["max_sequence_length=24"] if case == "cogvideox_image" else []  # of the tiny model
+    call = [f"height={height}", f"width={width}", f"num_frames={frames}", *length]
+    small = {
+        "recipes/precompute.py": [f"precompute.sizes=[[{height},{width}]]", f"precompute.frames={frames}"],
+        "recipes/train.py": ["max_steps=2", "batch_size=2", *(f"+sampling.call.{value}" for value in length)],
+        "recipes/sample.py": ["num_inference_steps=1", *(f"+call.{value}" for value in call)],
+    }
+    assert [script for script, *_ in IMAGE_COMMANDS] == list(small)
+    for script, *given in IMAGE_COMMANDS:
+        chosen = [word.replace("finetune_wan", f"finetune_{case.partition('_')[0]}") for word in given]
+        run(tmp_path, str(ROOT / script), *chosen, *small[script], "accelerator=cpu", "progress=false")
+    (trained,) = (path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    (drawn,) = (path.parent.parent for path in (tmp_path / "outputs").rglob("timings.json"))
+    for clip in (trained / "samples/final/0000.gif", *drawn.rglob("samples/0000.gif")):
+        with Image.open(clip) as image:
+            assert (image.size, image.n_frames) == ((width, height), frames)
+
+
+@pytest.mark.full
+def test_the_commands_for_edit_models_run(tmp_path: Path) -> None:
+    size = {"recipes/precompute.py": ("precompute.sizes=[[16,24]]", "accelerator=cpu")}
+    size["recipes/train.py"] = SMALL["recipes/train.py"]
+    size["recipes/sample.py"] = ("num_inference_steps=1", "accelerator=cpu", *CALL)
+    write_pipeline(tmp_path / "my-pipeline", "flux_kontext")
+    pairs = write_media(tmp_path / "pairs", "flux_kontext", 4)
+    shutil.copy(pairs / "0.reference.png", tmp_path / "photo.png")
+    assert [script for script, *_ in EDIT_COMMANDS] == list(size)
+    for script, *given in EDIT_COMMANDS:
+        run(tmp_path, str(ROOT / script), *given, *size[script], "progress=false")
+    (run_folder,) = (path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    assert (run_folder / "lora/pytorch_lora_weights.safetensors").is_file()
+    (picture,) = (path for path in (tmp_path / "outputs").rglob("*.png") if path.parent.name == "samples")
+    with Image.open(picture) as image:
+        assert image.size == (24, 16)

@@ -1,0 +1,64 @@
+"""recipes/check_family.py on a pipeline's folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import warm
+from tests.pipelines import table
+
+_RECIPE = Path(__file__).parents[3] / "recipes" / "check_family.py"
+
+
+def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    return warm.run([sys.executable, str(_RECIPE), *settings], cwd=folder, timeout=240)
+
+
+def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
+    completed = _check(tmp_path, "pretrained=pipeline", "height=32", "width=48")
+    assert completed.returncode == 0, completed.stderr
+    assert "WanPipeline: family wan" in completed.stdout
+    for proof in ("capture", "oracle", "batch", "topology ring=2"):
+        assert proof in completed.stdout
+    assert completed.stdout.count("passed") == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["pipeline"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("height=33", "error: height=33 must be a multiple of 16"),
+        ("pretrained=nothing", "error: pretrained=nothing cannot be loaded: "),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:
+    torch.manual_seed(0)
+    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
+    completed = _check(tmp_path, "pretrained=pipeline", setting)
+    assert completed.returncode == 2
+    assert completed.stderr.splitlines()[-1].startswith(message)
+    assert "Traceback" not in completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((), "pretrained=<folder of a pipeline> must be given"),
+        (("pretrained=x", "dtype=float16"), "dtype=float16 must be one of float32, bfloat16"),
+        (("pretrained=x", "ranks=0"), "ranks=0 must be 1 or more"),
+        (("pretrained=x", "captions=[one]"), "must be a list of two captions or more"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
+    completed = _check(tmp_path, *settings)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr

@@ -1,0 +1,101 @@
+"""Pictures during fine-tuning change nothing, and plain diffusers draws the last ones from the exported files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.finetuning import write_cache
+from tests.e2e.recipe import Finished, error_of, run
+from tests.families.cases import CASES
+
+_, HEIGHT, WIDTH = CASES["flux"].size
+PROMPTS = ("wave number 1", "a red fox")
+SETTINGS = ("experiment=finetune_flux", "progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu")
+SMALL = ("batch_size=2", "max_steps=3", "ema_decay=0.5")
+DROPOUT = ("lora.rank=4", "+lora.dropout=0.3")  # draws from torch's global random state
+PICTURES = ("sampling.every=1", f"sampling.prompts=[{','.join(PROMPTS)}]", "sampling.num_inference_steps=2")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a Flux pipeline, six pictures and their cache."""
+    return write_cache(tmp_path_factory.mktemp("flux"), "flux")
+
+
+def _tune(made: Path, name: str, *overrides: str) -> Finished:
+    given = (*SETTINGS, f"model.pretrained={made / 'pipe'}", f"data.path={made / 'latents'}")
+    return run(*given, *SMALL, *overrides, folder=made / name, timeout_s=400)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            ("strategy=cp", "ring=2"), marks=pytest.mark.full
+        ),  # tests/dist/finetune/test_prompt_sampler.py by default
+        pytest.param(("trainer=lightning", "strategy=cp", "ulysses=3"), marks=pytest.mark.full),
+        pytest.param(("strategy=cp_fsdp", "ring=2", "data_parallel=2"), marks=pytest.mark.full),
+        pytest.param(("trainer=lightning", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),
+        pytest.param(("precision=bf16-mixed", "strategy=cp_fsdp", "ring=3"), marks=pytest.mark.full),
+        pytest.param(("model.dtype=bfloat16", "strategy=cp", "ring=2"), marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_losses_are_the_same_with_and_without_pictures(flux: Path, options: tuple[str, ...]) -> None:
+    name = "_".join(options).replace("=", "_")
+    drawn = _tune(flux, f"with_{name}", *DROPOUT, *options, *PICTURES)
+    plain = _tune(flux, f"without_{name}", *DROPOUT, *options)
+    assert drawn.exit_code == plain.exit_code == 0, drawn.stderr + plain.stderr
+    assert len(set(drawn.losses)) == 3
+    assert drawn.losses == plain.losses
+    assert [row.grad_norm for row in drawn.rows] == [row.grad_norm for row in plain.rows]
+    names = {path.name for path in (drawn.folder / "samples").iterdir()}
+    assert names == {x for name in ("step_00000001", "step_00000002", "final") for x in (name, f"{name}.png")}
+    first, last = (np.asarray(Image.open(drawn.folder / f"samples/{x}.png")) for x in ("step_00000001", "final"))
+    assert (first != last).any()
+
+
+@pytest.mark.parametrize(
+    "options", [("lora.rank=4", "lora.alpha=32"), pytest.param(("lora=null",), marks=pytest.mark.full)], ids=" ".join
+)
+def test_plain_diffusers_draws_equal_pictures(flux: Path, options: tuple[str, ...]) -> None:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    finished = _tune(flux, "_".join(options).replace("=", "_"), *options, *PICTURES, "sampling.every=3")
+    assert finished.exit_code == 0, finished.stderr
+    pipe: Any = FluxPipeline.from_pretrained(flux / "pipe")
+    if options == ("lora=null",):
+        pipe.transformer = FluxTransformer2DModel.from_pretrained(finished.folder / "transformer")
+        assert _differences(pipe, finished.folder) == [0, 0]
+        return
+    assert min(_differences(pipe, finished.folder)) > 0  # the base
+    pipe.load_lora_weights(finished.folder / "lora")
+    assert _differences(pipe, finished.folder) == [0, 0]
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(finished.folder / "lora", weight_name="comfyui.safetensors")  # it has tensors for alpha
+    assert _differences(pipe, finished.folder) == [0, 0]
+
+
+def _differences(pipe: Any, folder: Path) -> list[int]:
+    """Return how many values of 8 bits differ between the run's last pictures and a pipeline's."""
+    pipe.set_progress_bar_config(disable=True)
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        generator = torch.Generator().manual_seed(i)
+        drawn = pipe(prompt, height=HEIGHT, width=WIDTH, num_inference_steps=2, generator=generator).images[0]
+        kept = Image.open(folder / f"samples/final/{i:04d}.png")
+        found.append(int((np.asarray(drawn) != np.asarray(kept)).sum()))
+    return found
+
+
+def test_arguments_that_the_pipeline_does_not_take_are_one_error(flux: Path) -> None:
+    finished = _tune(flux, "unknown", "lora.rank=4", "strategy=cp", "ring=3", *PICTURES, "+sampling.call.frames=5")
+    assert "sampling.call.frames is not an argument of FluxPipeline" in error_of(finished)
+    refused = _tune(flux, "refused", "lora.rank=4", "strategy=cp", "ring=3", *PICTURES, "+sampling.call.height=-16")
+    assert "sampling: the prompts cannot be encoded" in error_of(refused)

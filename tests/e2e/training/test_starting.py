@@ -1,0 +1,63 @@
+"""Imports of a recipe before it answers: `--help` and a refused setting need no heavy package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+# Each takes from half a second to several seconds to import. Counted instead of measured: the machine may be busy.
+HEAVY = ("torch", "lightning", "diffusers", "transformers", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "PIL")
+_RUN = """
+import runpy, sys
+heavy, sys.argv = sys.argv[1].split(","), sys.argv[2:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    code = ended.code or 0
+else:
+    code = 0
+print("imported:", *(name for name in heavy if name in sys.modules))
+print("modules:", len(sys.modules))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argument", "exit_code"),
+    [
+        ("train.py", "--help", 0),
+        ("train.py", "ring=0", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("train.py", "strategy=cp ring=17", 2),
+                ("train.py", "trainer.devices=2", 2),
+                ("sample.py", "ring=0", 2),
+                ("precompute.py", "--help", 0),
+            )
+        ),
+        ("sample.py", "--help", 0),
+        ("bench.py", "--help", 0),
+        ("check.py", "--help", 0),
+        ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
+        ("doctor.py", "--help", 0),
+    ],
+)
+def test_help_and_a_refused_setting_import_nothing_heavy(
+    recipe: str, argument: str, exit_code: int, tmp_path: Path
+) -> None:
+    given = (
+        [argument]
+        if argument == "--help" or recipe == "doctor.py"
+        else [*argument.split(), f"hydra.run.dir={tmp_path}/run"]
+    )
+    command = [sys.executable, "-c", _RUN, ",".join(HEAVY), str(RECIPES / recipe), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == exit_code, done.stderr
+    *_, imported, modules = done.stdout.splitlines()
+    assert imported == "imported:"
+    assert int(modules.split()[1]) < 600

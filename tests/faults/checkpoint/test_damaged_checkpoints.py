@@ -1,0 +1,285 @@
+"""Changed manifests and files: one CheckpointError, or the tensors that were saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint
+from lightning_cp.checkpoint.flatten import flatten_state
+from lightning_cp.checkpoint.manifest import FileEntry
+from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
+from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
+from tests.harness import warm
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FORMATS: dict[str, Callable[..., Path]] = {"full": save_checkpoint, "distributed": save_shards}
+
+
+def states(value: float = 1.0) -> dict[str, Any]:
+    groups = [{"lr": value, "betas": (value, 0.5), "name": "x", "none": None}]
+    return {
+        "model": {"weight": torch.full((3, 4), value), "bias": torch.full((3,), value, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(value)}}, "param_groups": groups},
+    }
+
+
+def written(parent: Path, format: str, step: int = 3) -> Path:
+    return FORMATS[format](parent, Checkpoint(step, states(), {"seed": 7, "sampler": {"batch_size": 4}}))
+
+
+def loaded(folder: Path) -> Checkpoint:
+    return load_shards(folder, {"model": states(0.0)["model"]}) if has_shards(folder) else load_checkpoint(folder)
+
+
+def same(found: Checkpoint, step: int = 3) -> bool:
+    (ours, tree), (theirs, other) = flatten_state(states()), flatten_state(dict(found.states))
+    equal = ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    return equal and tree == other and found.step == step and found.facts == {"seed": 7, "sampler": {"batch_size": 4}}
+
+
+VALUES = (
+    None, True, False, -1, 0, 1, 3.5, 1e308, float("nan"), float("inf"), 10**30, "", "x", "../x", "/etc/passwd", "a\0b",
+    ".", "..", "model", "shards", [], {}, [[]], {"tensor": "x"}, {"tensor": 3}, {"dict": [["a", 1], ["a", 2]]},
+    {"dict": [[[], 1]]}, {"dict": [1]}, {"list": 3}, {"tuple": None}, {"other": []}, {"tensor": "a", "list": []},
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a manifest."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [place for key in keys for place in [(*path, key), *places(value[key], (*path, key))]]
+
+
+def mutated(manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One change at one place: another value, a lost or copied entry, another key."""
+    changed = json.loads(json.dumps(manifest))
+    place = rng.choice(places(changed))
+    holder = changed
+    for key in place[:-1]:
+        holder = holder[key]
+    kind = rng.choice(["value", "value", "lose", "copy", "rename"])
+    if kind == "value":
+        holder[place[-1]] = rng.choice(VALUES)
+    elif kind == "lose":
+        del holder[place[-1]]
+    elif isinstance(holder, list):
+        holder.append(holder[place[-1]])
+    elif kind == "copy":
+        holder["copied"] = holder[place[-1]]
+    else:
+        holder[str(rng.choice(VALUES))] = holder.pop(place[-1])
+    return changed
+
+
+def attempted(folder: Path) -> Checkpoint | str:
+    """The loaded states, or the text of the one error."""
+    try:
+        return loaded(folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("times", [250, pytest.param(5000, marks=pytest.mark.full)])
+def test_a_changed_manifest_is_one_error_or_loads(tmp_path: Path, format: str, times: int) -> None:
+    folder, rng = written(tmp_path / "checkpoints", format), random.Random(times)
+    path, refused = folder / "manifest.json", 0
+    manifest = json.loads(path.read_text())
+    for _ in range(times):
+        changed = mutated(manifest, rng)
+        path.write_text(json.dumps(changed))
+        found = attempted(folder)
+        if isinstance(found, str):
+            refused += 1
+            assert str(folder) in found
+            assert len(found) < 700
+            continue
+        (ours, _), (theirs, _) = flatten_state(states()), flatten_state(dict(found.states))
+        assert all(torch.equal(x, ours[name]) for name, x in theirs.items() if name in ours), changed
+        assert type(found.step) is int
+        assert found.step >= 0
+    assert refused > times / 2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["manifest.json", "safetensors"])
+@pytest.mark.parametrize("times", [60, pytest.param(1500, marks=pytest.mark.full)])
+def test_changed_bytes_are_one_error_or_load(tmp_path: Path, format: str, name: str, times: int) -> None:
+    """Files get checksums that fit, as somebody who edits them would write."""
+    folder, rng = written(tmp_path / "checkpoints", format), random.Random(times)
+    path = next(path for path in sorted(folder.iterdir()) if path.name.endswith(name))
+    whole, manifest = path.read_bytes(), json.loads((folder / "manifest.json").read_text())
+    header = len(whole) if name == "manifest.json" else 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(times):
+        content = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 3])):
+            content[rng.randrange(header)] = rng.randrange(256)
+        path.write_bytes(content)
+        if name != "manifest.json":
+            entry = FileEntry.of(path)
+            manifest["files"][path.name] = {"size_bytes": entry.size_bytes, "crc32": entry.crc32}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+        found = attempted(folder)
+        assert not isinstance(found, str) or str(folder) in found
+
+
+def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        change(manifest)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return do
+
+
+def nested(levels: int) -> Any:
+    tree: Any = 1
+    for _ in range(levels):
+        tree = {"list": [tree]}
+    return tree
+
+
+def put(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / "manifest.json").write_bytes(content) and None
+
+
+def add_file(folder: Path) -> None:
+    shutil.copy(next(folder.glob("*.safetensors")), folder / "shard-00009-model-00001-of-00001.safetensors")
+
+
+EDITS: dict[str, Callable[[Path], None]] = {
+    "negative step": edit(lambda m: m.update(step=-3)),
+    "step a bool": edit(lambda m: m.update(step=True)),
+    "step a float": edit(lambda m: m.update(step=3.0)),
+    "step huge": edit(lambda m: m.update(step=10**40)),
+    "saved_at_s NaN": edit(lambda m: m.update(saved_at_s=float("nan"))),
+    "saved_at_s text": edit(lambda m: m.update(saved_at_s="now")),
+    "unknown field": edit(lambda m: m.update(more=1)),
+    "format a bool": edit(lambda m: m.update(format=True)),
+    "format of lists": edit(lambda m: m.update(format=[[]])),
+    "no files": edit(lambda m: m.update(files={})),
+    "no trees": edit(lambda m: m["facts"].pop("trees")),
+    "seed text": edit(lambda m: m["facts"].update(seed="7")),
+    "sampler a list": edit(lambda m: m["facts"].update(sampler=[1])),
+    "a tree more": edit(lambda m: m["facts"]["trees"].update(random={"tensor": "x"})),
+    "a file outside": edit(lambda m: m["files"].update({"../x.safetensors": {"size_bytes": 1, "crc32": 1}})),
+    "an absolute file": edit(lambda m: m["files"].update({"/x.safetensors": {"size_bytes": 1, "crc32": 1}})),
+    "size negative": edit(lambda m: next(iter(m["files"].values())).update(size_bytes=-1)),
+    "size a bool": edit(lambda m: next(iter(m["files"].values())).update(crc32=True)),
+    "deep": put(b'{"format": 1, "facts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "deep tree": edit(lambda m: m["facts"]["trees"].update({min(m["facts"]["trees"]): nested(150)})),
+    "duplicate key": put(b'{"format": 1, "format": 1}'),
+    "not UTF-8": put(b'{"format": "\xff"}'),
+    "UTF-16": put('{"format": 1}'.encode("utf-16")),
+    "many digits": put(b'{"format": 1, "step": ' + b"9" * 100_000 + b"}"),
+    "a list": put(b"[]"),
+    "empty": put(b""),
+    "a file more": add_file,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_checkpoint_is_one_error(tmp_path: Path, format: str, name: str) -> None:
+    folder = written(tmp_path / "checkpoints", format)
+    EDITS[name](folder)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        loaded(folder)
+    with pytest.raises(CheckpointError, match=r"resume="):
+        find_checkpoint(str(folder), tmp_path)
+
+
+def test_tensors_that_would_get_one_name_are_not_saved() -> None:
+    with pytest.raises(ValueError, match=r"saved as a\.b"):
+        flatten_state({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folders = [written(tmp_path / format, format) for format in FORMATS]
+    finally:
+        os.umask(before)
+    for folder in folders:
+        assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o640"}
+
+
+def test_a_damaged_newer_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, good, bad = (written(tmp_path / "run" / "checkpoints", "full", step) for step in (1, 2, 3))
+    EDITS["empty"](older)
+    os.utime(older, (0, 0))
+    os.truncate(bad / "model.safetensors", 40)
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path) == good
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(bad) in said
+    assert "model.safetensors has 40 bytes" in said
+
+
+def test_what_may_not_be_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = written(tmp_path / "run" / "checkpoints", "full", 1)
+    locked = written(tmp_path / "theirs" / "checkpoints", "full", 2)
+    hidden = written(tmp_path / "hidden" / "checkpoints", "full", 3)
+    opened, listed = os.open, os.listdir
+
+    def may_open(path: Any, *args: Any, **settings: Any) -> int:
+        if Path(path).parent == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **settings)
+
+    def may_list(path: Any = ".") -> list[str]:
+        if hidden.is_relative_to(path) and Path(path) != tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "open", may_open)
+    monkeypatch.setattr(os, "listdir", may_list)
+    assert latest_checkpoint(tmp_path) == good
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        find_checkpoint(str(locked), tmp_path)
+
+
+_SAVES_FOR_EVER = """
+import itertools, sys
+from pathlib import Path
+from tests.faults.checkpoint.test_damaged_checkpoints import FORMATS, Checkpoint, states
+import warnings; warnings.simplefilter("ignore")
+for step in itertools.count(2):
+    FORMATS[sys.argv[2]](Path(sys.argv[1]), Checkpoint(step if sys.argv[3] == "new" else 1, states(), {}), keep=1)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("which", ["new", "same"])
+@pytest.mark.parametrize("format", ["full", pytest.param("distributed", marks=pytest.mark.full)])
+def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path, format: str, which: str) -> None:
+    warnings.simplefilter("ignore")
+    parent = tmp_path / "run" / "checkpoints"
+    FORMATS[format](parent, Checkpoint(1, states(), {}))
+    command = [sys.executable, "-c", _SAVES_FOR_EVER, str(parent), format, which]
+    with warm.Popen(command, stdout=subprocess.PIPE) as saving:
+        try:
+            assert saving.stdout is not None
+            saving.stdout.readline()
+            found = [latest_checkpoint(tmp_path) for _ in range(100)]
+            deadline = time.monotonic() + 60
+            while which == "new" and len(set(found)) == 1:  # until the other process had its turn
+                assert time.monotonic() < deadline
+                found.append(latest_checkpoint(tmp_path))
+        finally:
+            saving.kill()
+    assert None not in found

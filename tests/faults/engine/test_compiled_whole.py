@@ -1,0 +1,258 @@
+"""`torch.compile` of a whole parallel model: one graph, exact, checked, in any order with apply and remove."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import PeerMismatchError
+from tests.dist.attention.test_counting import counted
+from tests.dist.compare import averaged, nothing_narrowed, outcome, worst
+from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.faults.engine.test_exchanged_parts import change_model, config_of, donor_of
+from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.wan import wan
+
+# The compiler does not see the tests' lifted casts to float32 everywhere.
+_OUTPUT, _GRADIENT = 1e-6, 1e-5
+Errors = tuple[float, float]
+
+
+def _compiled(model: Any, how: str) -> Any:
+    """By `torch.compile`, or by the module's method."""
+    if how == "function":
+        return torch.compile(model, fullgraph=True, backend="eager")
+    model.compile(fullgraph=True, backend="eager")
+    return model
+
+
+def _outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output, and the gradients by the names of the model that is not compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the compiler's, of diffusers' code
+        out, found = outcome(model, arguments)
+    return out, {name.removeprefix("_orig_mod."): x for name, x in found.items()}
+
+
+def _errors(model: nn.Module, arguments: dict[str, Any], expected: tuple[Tensor, Any], world: int) -> Errors:
+    out, found = _outcome(model, arguments)
+    return float((out - expected[0]).abs().max()), worst(averaged(found, world), expected[1])
+
+
+def _whole(rank: int, world: int, name: str, mode: str, backend: str, replay: bool) -> list[Errors]:
+    """Errors in three forwards: peers are compared in the first two of a parallel model."""
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    if replay:
+        model.train().enable_gradient_checkpointing()
+    # Inductor's kernels round differently, in one process too.
+    alone = torch.compile(model, backend=backend) if backend == "inductor" else model
+    expected = _outcome(alone, arguments)
+    apply_context_parallel(model, config_of(mode, world))
+    compiled = torch.compile(model, fullgraph=not replay, backend=backend)  # see docs/plans.md
+    return [_errors(compiled, arguments, expected, world) for _ in range(3)]
+
+
+_FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "backend", "replay"),
+    [
+        pytest.param("wan", "ring", "eager", False, marks=_FULL),
+        pytest.param("wan", "ring", "aot_eager", False, marks=_FULL),
+        pytest.param("wan", "ulysses", "inductor", False, marks=_FULL),
+        pytest.param("wan", "ring", "aot_eager", True, marks=_FULL),
+        pytest.param("flux", "ulysses", "aot_eager", False, marks=_FULL),
+        pytest.param("flux", "ring", "inductor", True, marks=_FULL),
+        pytest.param("sd3", "ring", "eager", False, marks=_FULL),
+        pytest.param("qwen_image", "ulysses", "eager", False, marks=_FULL),
+        pytest.param("hunyuan_video", "ring", "eager", False, marks=_FULL),
+    ],
+)
+def test_a_parallel_model_compiled_as_a_whole_is_exact(
+    run_ranks: RankPool, name: str, mode: str, backend: str, replay: bool
+) -> None:
+    for results in run_ranks(3, _whole, name, mode, backend, replay, timeout_s=300):
+        for output, gradient in results:
+            assert output < _OUTPUT
+            assert gradient < _GRADIENT
+
+
+def _peers(rank: int, world: int) -> list[str]:
+    """Errors of six compiled forwards, in the first or the fourth of which the last rank gets another step."""
+    messages = []
+    for wrong in (0, 3):
+        model, arguments = wan().build(), wan().arguments()
+        apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+        installed = installed_on(model)
+        assert installed is not None
+        compiled = _compiled(model, "function")
+        with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for forward in range(6):
+                steps = arguments["timestep"] + (forward == wrong and rank == world - 1)
+                try:
+                    compiled(**{**arguments, "timestep": steps})
+                except PeerMismatchError as error:
+                    messages.append(f"{wrong} {forward} {error}")
+        assert int(installed.session.num_graph_checks) == 6
+    return messages
+
+
+@pytest.mark.full
+def test_compiled_forwards_compare_peers(run_ranks: RankPool) -> None:
+    for first, later in run_ranks(3, _peers, timeout_s=300):
+        assert first.startswith("0 0 ")
+        assert later.startswith("3 4 ")
+        assert "timestep" in first
+        assert "timestep" in later
+
+
+class _Scaled(Plain):
+    """Has arguments that are no tensors."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, count: int = 1, mode: str = "a", nested: Any = None) -> Any:
+        x = x * scale * count if mode == "a" else x
+        return super().forward(x if nested is None else x * nested["factors"][0])
+
+
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 9.5},
+    "count": {"count": 7},
+    "mode": {"mode": "a:b,c'"},
+    "nested": {"nested": {"factors": [2, 1]}},
+}
+
+
+def _numbers(rank: int, world: int, backend: str) -> list[str]:
+    """Errors of compiled forwards with variable numbers, in every third of which one rank is given another value."""
+    model, said = _Scaled(), []
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
+    changes = [change for one in _NUMBERS.values() for change in ({}, {}, one)]
+    for forward, change in enumerate([*changes, {}]):
+        given = {"scale": 1.0 + forward, "count": 8 + forward, "mode": "a", "nested": {"factors": [1, 1]}}
+        with torch.no_grad():
+            try:
+                compiled(x, **(given | change if rank == world - 1 else given))
+            except PeerMismatchError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=_FULL)])
+def test_compiled_forwards_compare_numbers_and_strings(run_ranks: RankPool, backend: str) -> None:
+    for said in run_ranks(3, _numbers, backend, timeout_s=300):
+        assert len(said) == len(_NUMBERS)
+        for name, message in zip(_NUMBERS, said, strict=True):
+            assert f"of {name} differ in forward " in message
+
+
+def _lengths(rank: int, world: int) -> list[Errors]:
+    model = wan().build()
+    trials = [(x, outcome(model, x)) for x in (wan(frames).arguments() for frames in (2, 3, 4))]
+    apply_context_parallel(model, config_of("ring", world))
+    compiled = _compiled(model, "function")
+    return [_errors(compiled, arguments, expected, world) for arguments, expected in trials]
+
+
+@pytest.mark.full
+def test_a_compiled_model_takes_other_lengths(run_ranks: RankPool) -> None:
+    for results in run_ranks(3, _lengths, timeout_s=240):
+        assert max(max(x) for x in results) < _GRADIENT
+
+
+def _order(rank: int, world: int, how: str) -> None:
+    """Compiled and run before apply; then applied, removed, and applied again."""
+    model, arguments = wan().build(), wan().arguments()
+    expected = outcome(model, arguments)
+    compiled = _compiled(model, how)
+    for parallel in (False, True, False, True):
+        if parallel:
+            apply_context_parallel(compiled, ContextParallelConfig(ring_degree=world))
+        elif installed_on(model) is not None:
+            remove_context_parallel(compiled)
+        with counted() as traffic:
+            output, gradient = _errors(compiled, arguments, expected, world)
+        assert (traffic.ring_bytes > 0) == parallel
+        assert output < _OUTPUT
+        assert gradient < _GRADIENT
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=_FULL) for how in ("function", "method")])
+def test_apply_and_remove_on_a_compiled_model_take_effect(run_ranks: RankPool, how: str) -> None:
+    run_ranks(2, _order, how, timeout_s=240)
+
+
+def _changed(rank: int, world: int, name: str, change: str) -> list[Errors]:
+    arguments, single = TINY[name].arguments(), TINY[name].build()
+    change_model(single, change, donor_of(name))
+    expected = outcome(single, arguments)
+    model = TINY[name].build()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        outcome(compiled, arguments)
+    change_model(model, change, donor_of(name))
+    return [_errors(compiled, arguments, expected, world) for _ in range(2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["first processor", "exchanged", "dropped"])
+@pytest.mark.parametrize("name", ["wan", "sd3", "motif_video"])
+def test_parts_exchanged_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
+    for results in run_ranks(2, _changed, name, change, timeout_s=300):
+        for output, gradient in results:
+            assert output < _OUTPUT
+            assert gradient < _GRADIENT
+
+
+def _full_graph(rank: int, world: int) -> list[float]:
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = _compiled(model, "function")
+    with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compiled(**arguments)
+        change_model(model, "first processor", donor_of("wan"))
+        found = [compiled(**arguments).sample for _ in range(2)]
+        remove_context_parallel(model)
+        expected = model(**arguments).sample
+    return [float((out - expected).abs().max()) for out in found]
+
+
+@pytest.mark.full
+def test_a_change_under_fullgraph_is_followed(run_ranks: RankPool) -> None:
+    for errors in run_ranks(3, _full_graph, timeout_s=240):
+        assert max(errors) < _OUTPUT
+
+
+class _Idle:
+    """A processor without attention."""
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+def _unfit(rank: int, world: int) -> str:
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = _compiled(model, "function")
+    model.blocks[0].attn1.processor = _Idle()
+    with torch.no_grad(), pytest.raises(Exception, match="its plan no longer fits") as caught:
+        compiled(**arguments)
+    return str(caught.value)
+
+
+def test_a_change_that_does_not_fit_is_refused_under_fullgraph(run_ranks: RankPool) -> None:
+    for message in run_ranks(2, _unfit, timeout_s=120):
+        assert "force_eager" in message

@@ -1,0 +1,84 @@
+"""A job on one machine listens on the loopback interface only, so that no other machine can join it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_cp.comm.loopback import host_store
+from tests.e2e.recipe import ROOT
+from tests.faults.launch.listening import listening
+from tests.harness import warm
+
+TARGETS = Path(__file__).with_name("listening.py")
+LOOPBACK = {"127.0.0.1", "::1"}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="needs /proc/net/tcp of Linux")
+
+
+_LAUNCHES = """
+import json, sys
+from pathlib import Path
+from lightning_cp.launch import Job, LocalLauncher
+from tests.faults.launch.listening import listening
+
+target, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+result = LocalLauncher(limit_s=150).launch(Job(target, folder / "config.yaml", ranks, folder / "logs", threads=1))
+print(json.dumps([result.failure and result.failure.describe(), listening("self")]))
+"""
+
+
+def launched(function: str, folder: Path, *, ranks: int, **settings: object) -> list[Any]:
+    """Return the results of all ranks. The launcher must not listen anywhere else than on the loopback interface."""
+    OmegaConf.save(OmegaConf.create({"folder": str(folder), **settings}), folder / "config.yaml")
+    command = [sys.executable, "-c", _LAUNCHES, f"{TARGETS}:{function}", str(folder), str(ranks)]
+    done = warm.run(command, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    failure, listens = json.loads(done.stdout.splitlines()[-1])
+    assert failure is None, failure
+    assert set(listens) <= LOOPBACK
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
+def test_all_ranks_listen_on_the_loopback_interface_only(ranks: int, tmp_path: Path) -> None:
+    found = launched("write_listening", tmp_path, ranks=ranks)
+    for rank, one in enumerate(found):
+        assert set(one["first"]) | set(one["again"]) <= LOOPBACK, one
+        assert one["first"], "gloo listens"
+        assert one["met"] == list(range(ranks))
+        assert one["stores"] == (2 if rank == 0 else 0), "rank 0 has the stores of the group and the watch"
+
+
+def test_a_rank_may_meet_at_a_port_of_its_own_and_keeps_the_interface_that_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert launched("elsewhere", tmp_path, ranks=2, port=port) == [[port, "lo", "ib0"]] * 2
+
+
+@pytest.mark.parametrize(("host", "addresses"), [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1"])])
+def test_a_store_for_the_loopback_interface_listens_there_alone(host: str, addresses: list[str]) -> None:
+    before = listening(os.getpid())
+    store = host_store(host, timeout=timedelta(seconds=10))
+    there = listening(os.getpid())
+    for address in before:
+        there.remove(address)
+    assert set(there) <= LOOPBACK
+    assert len(there) == 1
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    del store
+    assert listening(os.getpid()) == before
