@@ -18,12 +18,7 @@ from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
 from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
-from lightning_cp.pipelines.placement.sharding import (
-    is_vae,
-    layers_to_shard,
-    rank_device,
-    shard_layers,
-)
+from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, rank_device, shard_layers
 from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
 from lightning_cp.pipelines.wrappers import device_properties, over_branches, synchronized, vote_before

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.comm.transforms import refuse_tangents
@@ -126,12 +126,12 @@ class BranchCalls:
     def _refuse_arguments(self, installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse gradients (GuidanceError), tangents (NotImplementedError) and kept keys (ShapeError)."""
         module = installed.module
-        if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
+        if needs_gradients(module, (args, kwargs)):
             raise GuidanceError(
                 f"cfg={self.ranks.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
                 "enabled: use torch.no_grad(), or cfg=1"
             )
-        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
+        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *of_type(Tensor, (args, kwargs)))
         refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
 
     def _share_samples(self, installed: Installed, samples: int) -> None:
@@ -267,5 +267,6 @@ def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(value, (int, float)) and value > 0 for value in begins)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return list(of_type(Tensor, values))
+def needs_gradients(module: nn.Module, values: Any) -> bool:
+    """Return True if gradients are enabled, and a weight or a tensor in `values` requires one."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *of_type(Tensor, values)))

@@ -19,7 +19,7 @@ from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import refuse_kept_keys
+from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import held_tensors
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
@@ -128,8 +128,11 @@ class PatchCalls:
         given = (args, kwargs)
         args, kwargs = held_tensors(given)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
-        if torch.is_grad_enabled():
-            self._refuse_gradients(args, kwargs)
+        if needs_gradients(self.installed.module, (args, kwargs)):
+            raise PlanError(
+                f"patches and stages of blocks are for sampling only, but {type(self.installed.module).__name__} is "
+                "called with gradients enabled: use torch.no_grad()"
+            )
         key = self._key(args, kwargs)
         branch = self.branches.current(owner)
         is_own = self.results is None or branch.owner == self.results.transfers.branch
@@ -177,15 +180,6 @@ class PatchCalls:
         given = arguments_by_name(self.installed.signature, args, kwargs)
         masks = of_type(torch.Tensor, [given.get(name) for name in plan.masks])
         return key_of((args, kwargs)), tuple(tuple(mask.sum(-1).flatten().tolist()) for mask in masks)
-
-    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: PlanError: a weight or an argument requires a gradient."""
-        module = self.installed.module
-        if any(x.requires_grad for x in of_type(torch.Tensor, (list(module.parameters()), args, kwargs))):
-            raise PlanError(
-                f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
-                "gradients enabled: use torch.no_grad()"
-            )
 
     def _forwards(self, branch: PatchBranch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
         """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
