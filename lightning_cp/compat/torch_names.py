@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -22,16 +22,20 @@ with private_names("torch"):
     from torch._C import _after_ADInplaceOrView_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
     from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+    from torch._C import _current_graph_task_id as graph_task_id
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
+    from torch.jit._builtins import _find_builtin, _register_builtin
     from torch.nn.modules.dropout import _DropoutNd as DropoutModule
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as stores_recomputation
 
+    module_call_code = torch.nn.Module._call_impl.__code__
     lerp_all_ = torch._foreach_lerp_
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
@@ -51,20 +55,26 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "in_backward",
     "is_exporting",
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "lerp_all_",
     "make_wrapper_subclass",
+    "module_call_code",
     "no_torch_dispatch",
     "peek_interpreter_stack",
     "process_groups",
+    "script_as",
     "set_forward_ad",
     "skip_frames_of",
+    "stores_recomputation",
     "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
+    "trace_as_before",
+    "trace_into",
     "tree_flatten",
     "tree_iter",
     "tree_map",
@@ -111,9 +121,69 @@ def is_functional(operator: Any) -> bool:
     return returns_tensor and not aliases and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
+def in_backward() -> bool:
+    """Return True if autograd runs a backward in this thread."""
+    return graph_task_id() != -1
+
+
 def dynamo_is_imported() -> bool:
     """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def script_as(stand_in: Any, original: Any) -> None:
+    """Let TorchScript compile the original function in the place of a stand-in."""
+    operator = _find_builtin(original)  # type: ignore[no-untyped-call]
+    if operator is None:
+        stand_in.__prepare_scriptable__ = lambda: original
+    else:
+        _register_builtin(stand_in, operator)
+
+
+def trace_into(stand_ins: Mapping[Any, Any]) -> None:
+    """Let dynamo trace stand-ins for torch's functions, also in the place of the original, where code holds that.
+
+    Dynamo puts torch's functions into graphs as they are. It looks them up by name when it first traces something.
+
+    Args: stand_ins: by original function.
+    """
+    rules = _rules()
+    for original, stand_in in stand_ins.items() if rules else ():
+        rule = rules.pop(stand_in, None) or rules.get(original)
+        if rule is not None and not hasattr(rule, "before"):
+            rules[original] = _traced_as(getattr(stand_in, "__func__", stand_in), rule)
+
+
+def trace_as_before(originals: Iterable[Any]) -> None:
+    """Undo `trace_into`."""
+    rules = _rules()
+    for original in originals:
+        if hasattr(rules.get(original), "before"):
+            rules[original] = rules[original].before
+
+
+def _rules() -> dict[Any, Any]:
+    """Return how dynamo traces torch's functions; nothing if dynamo is not imported."""
+    if not dynamo_is_imported():
+        return {}
+    with private_names("torch"):
+        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    rules: dict[Any, Any] = get_torch_obj_rule_map()
+    return rules
+
+
+def _traced_as(stand_in: Any, rule: Any) -> Any:
+    """Return dynamo's rule for a function that is traced as its stand-in. The stand-in's own calls are as before."""
+
+    class Traced(rule):  # type: ignore[misc]
+        before = rule
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            if tx.f_code is stand_in.__code__:
+                return super().call_function(tx, args, kwargs)
+            return type(self).build(tx, stand_in).call_function(tx, args, kwargs)
+
+    return Traced
 
 
 def imported_config(compiler: str) -> ModuleType | None:

@@ -14,7 +14,7 @@ from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.attention_dispatch import kernel_for
 from lightning_cp.engine.compiling import compile_rules
-from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
+from lightning_cp.engine.diffusers_dispatch import backends_of
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers import PeerCheck, forwards_to_check
@@ -97,7 +97,7 @@ def parallelize(
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     compare_shares(groups)
-    installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
+    installed = Installed(module, session, rules, plan)
     installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]

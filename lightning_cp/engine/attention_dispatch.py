@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
+from lightning_cp.engine.replay import check_recomputation
+from lightning_cp.engine.scope import without_scope
 from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import DISPATCH, ORIGINALS, SDPA
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.kernels import kernel_of_backend
 from lightning_cp.plans import LOCAL, Attention
@@ -29,7 +31,6 @@ class AttentionDispatcher:
 
     session: Session
     kinds: tuple[Attention, ...] | None
-    original: Callable[..., Tensor] | None = None  # diffusers' dispatcher; None for other models
 
     def __deepcopy__(self, memo: object) -> AttentionDispatcher:
         return self
@@ -55,10 +56,8 @@ class AttentionDispatcher:
         sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
             self._mark_intercepted()
-            assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
-            out: Tensor = self.original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs, backend=backend
-            )
+            given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs
+            out: Tensor = without_scope(ORIGINALS[DISPATCH], *given, backend=backend)
             return out
         if attention_kwargs:
             raise InterceptionError(
@@ -116,9 +115,9 @@ class AttentionDispatcher:
         sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
         if sizes is None:
             self._mark_intercepted()
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            settings = {"scale": scale, "enable_gqa": enable_gqa}
+            out: Tensor = without_scope(ORIGINALS[SDPA], query, key, value, attn_mask, dropout_p, is_causal, **settings)
+            return out
         if query.ndim != 4:
             raise InterceptionError(
                 f"scaled_dot_product_attention was called with a {query.ndim}-D query; context-parallel attention "
@@ -280,6 +279,7 @@ class AttentionDispatcher:
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
+        check_recomputation(self.session.current())
 
 
 def kernel_for(session: Session, backend: Any) -> str:

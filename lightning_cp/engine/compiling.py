@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor, is_defined_by
+from lightning_cp.engine.attention_calls import attends, check_reachable, hides_processor, is_defined_by
 from lightning_cp.engine.diffusers_format import from_diffusers
 from lightning_cp.engine.paths import arguments_of, block_paths, expanded, is_a, position, submodule, without_adapters
 from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
@@ -48,12 +48,14 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     arguments += [arguments_of(module, (path,), x.arguments, gathers=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
     found: dict[str, AttentionSpecs] = {}
+    scopes: dict[str, AttentionSpecs] = {}
     for pattern, specs in plan.blocks.items():
         paths = block_paths(module, pattern)
         if paths:
             arguments.append(arguments_of(module, paths, specs, is_block=True))
         for path in paths:
             found.update(_attention(submodule(module, path), path, pattern, plan))
+            scopes.update(_scopes(submodule(module, path), path, pattern, plan))
     whole_paths = tuple(f"{path}." for path, _ in whole)
     attention = {path: x for path, x in found.items() if x and not f"{path}.".startswith(whole_paths)}
     covered = [*(path for paths in plan.blocks for path in block_paths(module, paths)), *(path for path, _ in whole)]
@@ -74,7 +76,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         leading=plan.leading,
         patches=plan.patches,
         unplanned=tuple(_unplanned(module, covered)),
-        local=tuple(path for path, kinds in found.items() if not kinds),
+        scopes=scopes,
         unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
@@ -119,7 +121,7 @@ def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
 
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
-    """Yield the path and kinds of attention of each module in a block that attends; no kinds for LOCAL modules."""
+    """Yield the path and kinds of attention of each module in a block that attends; no kinds if it is LOCAL."""
     found = False
     for name, inner in block.named_modules():
         at = f"{path}.{name}" if name else path
@@ -135,8 +137,6 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if special or attends(inner):
             found = True
             yield at, kinds
-        elif not kinds:
-            yield at, kinds  # marked LOCAL: helper objects of this module may attend
     if not found:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
@@ -154,12 +154,24 @@ def _unplanned(module: nn.Module, covered: list[str]) -> Iterator[str]:
             yield path
 
 
-def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
-    """Return the kinds of attention of a module in a block; none for LOCAL."""
+def _scopes(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
+    """Yield the path and kinds of attention of a block, and of each module in it that the plan's `attention` names."""
+    for name, _ in block.named_modules():
+        if not name or _keys(stack, name, plan):
+            yield f"{path}.{name}" if name else path, _kinds(stack, name, plan)
+
+
+def _keys(stack: str, name: str, plan: Plan) -> list[str]:
+    """List the keys of the plan's `attention` that name a module in a block, most specific first."""
     # Compared as text first, because "[" is special in fnmatch.
     keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
-    keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+    return keys + [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+
+
+def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
+    """Return the kinds of attention of a module in a block; none for LOCAL."""
+    keys = _keys(stack, name, plan)
     entry = plan.attention[keys[0]] if keys else plan.modalities
     if isinstance(entry, Attention):
         return (entry,)

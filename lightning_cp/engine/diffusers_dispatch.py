@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
-
-
-def dispatcher_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """Return diffusers' `dispatch_attention_fn`; None for a model without any module of diffusers."""
-    found = _dispatch_module(module)
-    return None if found is None else found.dispatch_attention_fn
+from torch import nn
 
 
 def backends_of(module: nn.Module) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor
+from lightning_cp.engine.attention_calls import attends, check_reachable, hides_processor
 from lightning_cp.engine.paths import arguments_of, expand
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.errors import PlanError

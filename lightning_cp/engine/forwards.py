@@ -73,13 +73,6 @@ def own_function(module: nn.Module) -> Function:
     return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
 
 
-def put_forward(module: nn.Module, function: Function) -> None:
-    """Replace a module's own forward by a plain function, with the module as its first parameter."""
-    slot = own_forward(module)
-    is_method = slot.get() is None or isinstance(slot.get(), types.MethodType)
-    slot.put(types.MethodType(function, module) if is_method else function)
-
-
 def decorated_function(module: nn.Module) -> Function | None:
     """Return a module's own forward without `functools.wraps` decorators; None if it is the forward of its class."""
     found = own_forward(module).get()

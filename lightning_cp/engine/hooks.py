@@ -13,11 +13,13 @@ from torch import nn
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
 from lightning_cp.compat.torch_names import is_exporting
-from lightning_cp.engine.bypass import BypassCheck
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.missed_calls import MissedCalls
 from lightning_cp.engine.paths import is_compiled
+from lightning_cp.engine.replay import Replay
 from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.scope import SCOPE, Scope
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
@@ -27,27 +29,12 @@ from lightning_cp.nest import tensors
 
 
 @dataclass(eq=False)
-class _Replay(EngineHook):
-    """Block passed to a checkpoint function. It runs with the `Call` of its forward, also when it is recomputed."""
-
-    session: Session
-    call: Call | None
-    block: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, self.session.call = self.session.call, self.call
-        try:
-            return self.block(*args, **kwargs)
-        finally:
-            self.session.call = before
-
-
-@dataclass(eq=False)
 class ModelHook(EngineHook):
     """Run the model's forward in a new `Call`; split the model's arguments and gather its outputs.
 
     Attributes:
         signature: signature of the model's forward.
+        scope: scope outside of blocks.
         checkpointing: modules with a `gradient_checkpointing` attribute.
         padding: a `PadHook` for plans that pad, otherwise None.
         describes_attention: False for plans in diffusers' format.
@@ -56,6 +43,7 @@ class ModelHook(EngineHook):
     session: Session
     signature: Any
     rules: Rules
+    scope: Scope
     checkpointing: list[nn.Module]
     padding: Any = None
     arguments: Sequence[ArgumentHook] = ()
@@ -73,8 +61,14 @@ class ModelHook(EngineHook):
         given = self.before(module, args, kwargs)
         session = self.session
         outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
-        call = session.call = Call(session.groups, session.peers, session.evaluation, self.describes_attention)
+        around, entry = SCOPE.current, SCOPE.entry
+        if around is not None and around.session is session and not session.forwards:
+            around = entry = None  # of an interrupted recomputation, too
+        call = session.call = Call(
+            session.groups, session.peers, session.evaluation, self.describes_attention, torch.is_grad_enabled()
+        )
         session.forwards += 1
+        SCOPE.current, SCOPE.entry = self.scope, None
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
             self._record_unsplit_lengths(given)
@@ -98,17 +92,18 @@ class ModelHook(EngineHook):
             call.shards.clear()  # the call itself is kept until backward, for recomputations
             session.call = outer
             session.forwards -= 1
+            SCOPE.current, SCOPE.entry = around, entry
             STATS.leave()
 
     def _call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call the forward; the first one in training, and in evaluation, is checked for hidden attention calls."""
+        """Call the forward; the first one in training, and in evaluation, is checked for missed attention calls."""
         session, training = self.session, module.training
         if torch.compiler.is_compiling() or training not in session.unchecked or session.groups.context is None:
             return forward(*args, **kwargs)
         if any(is_compiled(inner) for inner in module.modules() if inner is not module):
-            session.unchecked.clear()  # the check would be compiled too; see `Structure.hidden`
+            session.unchecked.clear()  # the check would be compiled too
             return forward(*args, **kwargs)
-        with BypassCheck(session, module):
+        with MissedCalls(session):
             output = forward(*args, **kwargs)
         if session.current().lengths:
             session.unchecked.discard(training)
@@ -171,7 +166,7 @@ class ModelHook(EngineHook):
         session = self.session
 
         def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(_Replay(session, session.call, block), *args, **kwargs)
+            return original(Replay(session, session.call, SCOPE.current, block), *args, **kwargs)
 
         return checkpoint
 

@@ -4,57 +4,59 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from itertools import product
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_cp.engine.attention_dispatch import AttentionDispatcher
-from lightning_cp.engine.attention_patch import AttentionPatch, exchange_processor, release
-from lightning_cp.engine.dropout import ShardDropouts
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.attention_calls import attending_processor
 from lightning_cp.engine.halo import HaloHook
 from lightning_cp.engine.hook_base import add_hooks, remove_hooks
 from lightning_cp.engine.hooks import ModelHook
-from lightning_cp.engine.interception import BypassHook, InterceptionHook
 from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
-from lightning_cp.engine.paths import submodule, unwrapped
-from lightning_cp.engine.rules import AttentionSpecs, Rules
+from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.scopes import Scopes
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
-from lightning_cp.engine.unplanned import UnplannedAttention
+from lightning_cp.engine.stand_ins import hold_originals, hold_stand_ins
 
-Patches = dict[AttentionSpecs | str | None, AttentionPatch]  # by kinds of attention
-_UNPLANNED = "unplanned"
+_ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
+_MARKED = "_parallel_config"
+_DEPTH = 3  # how far objects inside objects are followed
+_LIBRARIES = ("torch", "lightning_cp", "diffusers.hooks")
+_NO_HELPERS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    type(None),
+    type,
+    Tensor,
+    nn.Module,
+    ModuleType,
+    FunctionType,
+)
 
 
-def install(
-    module: nn.Module,
-    rules: Rules,
-    session: Session,
-    *,
-    patches: Patches,
-    dropouts: ShardDropouts,
-    signature: Any,
-    dispatcher: Any,
-) -> ModelHook:
+def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes, signature: Any) -> ModelHook:
     """Install `rules` on the modules inside `module`. If a step fails, `strip` undoes the steps before it.
 
     Args:
-        patches: replacements of attention calls. Reused by later installations, so that compiled blocks stay valid.
-        dropouts: replacements of dropout in blocks. Also reused.
+        scopes: scopes of the model. Reused by later installations, so that compiled blocks stay valid.
         signature: signature of the model's forward.
-        dispatcher: diffusers' `dispatch_attention_fn`; None for other models.
     Returns: the `ModelHook` that runs the model's forward.
     """
-    _install_attention(module, rules, session, patches, dropouts, dispatcher)
-    _install_unplanned(module, rules, session, patches, dispatcher)
-    dropouts.install(module, rules)
-    for ancestor, hook in _interception_hooks(module, rules, session):
-        add_hooks(ancestor, before=hook.before, after=hook.after, always=True)
-    for inner in module.modules():
-        if isinstance(inner, nn.MultiheadAttention):
-            add_hooks(inner, before=BypassHook(session, module).before)
+    _install_processors(module, rules, session)
+    for held in (x for inner in module.modules() for x in _held_by(inner)):
+        hold_stand_ins(held)
+    for inner, hook in scopes.hooks(rules):
+        add_hooks(inner, before=hook.before, after=hook.after, always=True)
     arguments, outputs = [], []
     for rule in rules.arguments:
         refused = rules.refused if rule.is_block else {}
@@ -74,57 +76,53 @@ def install(
         add_hooks(submodule(module, halo.path), before=halo_hook.before, after=halo_hook.after)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
-    return ModelHook(session, signature, rules, checkpointing, padding, arguments, outputs)
+    return ModelHook(session, signature, rules, scopes.of_model(rules), checkpointing, padding, arguments, outputs)
 
 
 def strip(modules: Iterable[nn.Module]) -> None:
-    """Undo `install` on these modules. The model's forward stays replaced."""
+    """Undo `install` on these modules, also on deep copies. The model's forward stays replaced."""
     for module in dict.fromkeys(modules):
         remove_hooks(module)
-        release(module)
+        processor: Any = getattr(module, "processor", None)
+        original = original_processor(processor)
+        if original is not processor:
+            module.processor = original
+        attributes = getattr(original, "__dict__", {})
+        if isinstance(attributes.get(_MARKED), ContextParallelConfig):
+            del attributes[_MARKED]
+        for held in _held_by(module):
+            hold_originals(held)
 
 
-def _install_attention(
-    module: nn.Module, rules: Rules, session: Session, patches: Patches, dropouts: ShardDropouts, dispatcher: Any
-) -> None:
+def original_processor(processor: Any) -> Any:
+    """Return the processor that the engine's processor replaces; return other processors unchanged."""
+    return getattr(processor, "__dict__", {}).get(_ORIGINAL, processor)
+
+
+def _held_by(owner: Any, depth: int = _DEPTH) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield the attributes of a module, and of helper objects in them, and lists and dicts: they may hold functions."""
+    held = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
+    if not isinstance(held, (dict, list)):
+        return
+    yield held
+    for value in held.values() if isinstance(held, dict) else held:
+        if depth > 0 and not isinstance(value, _NO_HELPERS) and not type(value).__module__.startswith(_LIBRARIES):
+            yield from _held_by(value, depth - 1)
+
+
+def _install_processors(module: nn.Module, rules: Rules, session: Session) -> None:
     for path, kinds in rules.attention.items():
+        owner: Any = submodule(module, path)
+        processor = getattr(owner, "processor", None)
         if kinds and kinds[0].form == "linear":
-            exchange_processor(submodule(module, path), LinearAttention(session, kinds[0].queries))
-            continue
-        if kinds not in patches:
-            planned = AttentionDispatcher(session, kinds, dispatcher)
-            patches[kinds] = AttentionPatch(planned.dispatch, planned.sdpa, dropouts.replacements)
-        patches[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None)
+            _exchange_processor(owner, LinearAttention(session, kinds[0].queries))
+        elif attending_processor(owner) is not processor:
+            _exchange_processor(owner, attending_processor(owner))
+        elif kinds is None and hasattr(processor, _MARKED):  # diffusers' processors pass it to attention across ranks
+            processor.__dict__[_MARKED] = session.config
 
 
-def _install_unplanned(module: nn.Module, rules: Rules, session: Session, patches: Patches, dispatcher: Any) -> None:
-    for path in rules.unplanned:
-        if _UNPLANNED not in patches:
-            unplanned = UnplannedAttention(session, module, dispatcher)
-            patches[_UNPLANNED] = AttentionPatch(unplanned.dispatch, unplanned.sdpa)
-        patches[_UNPLANNED].intercept(submodule(module, path), mark=None)
-
-
-def _interception_hooks(
-    module: nn.Module, rules: Rules, session: Session
-) -> Iterator[tuple[nn.Module, InterceptionHook]]:
-    """Yield each module between the model and its attention, with its hook.
-
-    In blocks with attention across ranks and in modules of `rules.unproven`, the hook checks the interception.
-    """
-    blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
-    across = {path for path in blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
-    paths = set(blocks)
-    for path in rules.attention:
-        atoms = path.split(".")
-        paths |= {".".join(atoms[: i + 1]) for i in range(len(atoms))}
-    # Few hooks for many blocks, so that compiled blocks can share their code.
-    flags = list(product((True, False), (True, False)))  # (outermost, checked)
-    hooks = {(outer, checked): InterceptionHook(session, module, outer, checked) for outer, checked in flags}
-    for path in sorted(paths - {""}):
-        inner = unwrapped(submodule(module, path))
-        if isinstance(inner, nn.ModuleList):
-            continue
-        parents = {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
-        is_outermost = all(isinstance(submodule(module, p), nn.ModuleList) for p in parents)
-        yield inner, hooks[is_outermost, path in across or path in rules.unproven]
+def _exchange_processor(module: Any, replacement: Any) -> None:
+    """Set another processor on `module`; it stores the original for `strip`."""
+    replacement.__dict__[_ORIGINAL] = module.processor
+    module.processor = replacement

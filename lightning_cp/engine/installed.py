@@ -13,17 +13,17 @@ from torch import nn
 
 from lightning_cp.compat.torch_names import dynamo_is_imported
 from lightning_cp.compiler_options import allow_graphs_of_lengths
-from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.compiling import compile_rules
-from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
-from lightning_cp.engine.dropout import ShardDropouts
+from lightning_cp.engine.diffusers_dispatch import backends_of
 from lightning_cp.engine.forwards import ForwardWrapper, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
-from lightning_cp.engine.install import Patches, install, strip
-from lightning_cp.engine.paths import is_compiled, submodule
+from lightning_cp.engine.install import install, strip
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.scopes import Scopes
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import are_installed, install_stand_ins, release_stand_ins
 from lightning_cp.engine.structure import Structure
 from lightning_cp.engine.value_checks import register
 from lightning_cp.errors import PlanError
@@ -44,18 +44,15 @@ class Installed(ForwardWrapper):
         caches: diffusers' step caches on the model.
     """
 
-    def __init__(
-        self, module: nn.Module, session: Session, rules: Rules, plan: object, *, dispatcher: Any = None
-    ) -> None:
+    def __init__(self, module: nn.Module, session: Session, rules: Rules, plan: object) -> None:
         self.module, self.session, self.rules = module, session, rules
         register(session)
         self.caches = StepCaches(module, session)
         self.original: Function | None = None
         self._had_forward = False
-        self._plan, self._dispatcher = plan, dispatcher
+        self._plan = plan
         self.signature = inspect.signature(type(module).forward)
-        self._patches: Patches = {}
-        self._dropouts = ShardDropouts(session)
+        self._scopes = Scopes(session, module)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
         self._hook: ModelHook | None = None
@@ -64,13 +61,17 @@ class Installed(ForwardWrapper):
     def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
+        are_new = not are_installed()
         try:
             self._install_rules()
             self.caches.reset()  # steps of whole tokens would not fit
         except BaseException:
             strip(self.module.modules())
+            release_stand_ins(self)
             self.caches.release()
             raise
+        if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
+            torch.compiler.reset()
         self._forget_compiled()
         slot = own_forward(self.module)
         self.original = slot.get()
@@ -79,14 +80,9 @@ class Installed(ForwardWrapper):
         self.module.__dict__[_INSTALLED] = self
 
     def uninstall(self) -> None:
-        """Undo `install`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
-        for path, inner in self.module.named_modules():
-            if is_stuck(inner):
-                raise PlanError(
-                    f"{path}.forward was decorated after apply_context_parallel: remove the decorator before "
-                    "remove_context_parallel, which cannot restore a forward inside a decorator"
-                )
+        """Undo `install`."""
         strip([*self.module.modules(), *self._touched])
+        release_stand_ins(self)
         self.caches.release()
         self._forget_compiled()
         self._hook, self._structure = None, None  # a wrapper around this forward may stay
@@ -105,10 +101,10 @@ class Installed(ForwardWrapper):
             return self._own_forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             self._reinstall_at_trace_time()
+        elif not are_installed():
+            install_stand_ins(self)
         if self._structure is None or not self._structure.is_unchanged() or self.caches.have_changed():
             self._reinstall()
-        if self._structure is not None and self._structure.hidden:
-            self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
             allow_graphs_of_lengths()
         assert self._hook is not None, "a plan is installed"
@@ -118,16 +114,6 @@ class Installed(ForwardWrapper):
         except BaseException:
             self.caches.reset()  # a forward that did not end has left steps that fit no other
             raise
-
-    def _refuse_hidden(self, path: str) -> None:
-        """Raise PlanError if the attention at `path` is in compiled code, where its calls are not checked."""
-        inner = (x for x in self.module.modules() if x is not self.module)
-        if torch.compiler.is_compiling() or any(map(is_compiled, inner)):
-            raise PlanError(
-                f"{type(self.module).__name__}: {path} makes attention calls, which cannot be intercepted: make them "
-                "in the forward of a module, in its processor, or in functions and methods that these call by name. "
-                "(Without torch.compile, this is refused only if queries would attend to shards)"
-            )
 
     def _forget_compiled(self) -> None:
         """Drop compiled code if a submodule was compiled separately: torch.compile does not guard on hooks."""
@@ -141,14 +127,13 @@ class Installed(ForwardWrapper):
 
     def _install_rules(self) -> None:
         self.caches.follow()
+        install_stand_ins(self)
         self._hook = install(
             self.module,
             self.rules,
             self.session,
-            patches=self._patches,
-            dropouts=self._dropouts,
+            scopes=self._scopes,
             signature=self.signature,
-            dispatcher=self._dispatcher,
         )
         self.session.unchecked = {False, True}
         self._touched = list(self.module.modules())
@@ -162,6 +147,8 @@ class Installed(ForwardWrapper):
                 f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
                 "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`) to see why"
             )
+        if self._structure is not None and not self._structure.has_functions():
+            self._forget_compiled()
         reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
             reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]
@@ -173,6 +160,8 @@ class Installed(ForwardWrapper):
 
         If the plan does not fit, it stays removed, and `_reinstall` raises the error.
         """
+        if not are_installed():
+            install_stand_ins(self)
         if self._structure is None or not self._structure.is_unchanged_eagerly() or self.caches.have_changed():
             with suppress(PlanError):
                 self._reinstall_eagerly()
@@ -205,9 +194,7 @@ class Installed(ForwardWrapper):
         """Compile the plan for the changed model. Raises: PlanError: attention can no longer be intercepted."""
         self.rules = self.session.rules = compile_rules(self.module, self._plan)
         self.signature = inspect.signature(type(self.module).forward)
-        if self._dispatcher is None and dispatcher_of(self.module) is not None:
-            self._dispatcher, self.session.backends = dispatcher_of(self.module), backends_of(self.module)
-            self._patches.clear()  # created without the dispatcher
+        self.session.backends = backends_of(self.module)
         attending = {submodule(self.module, path) for path in self.rules.attention}
         lost = set(self._attending) - attending
         for path, inner in self.module.named_modules():
@@ -224,7 +211,7 @@ class Installed(ForwardWrapper):
         module = memo.get(id(self.module))
         if module is None:  # a part of the model is copied
             return self
-        copied = Installed(module, self.session.of_copy(), self.rules, self._plan, dispatcher=self._dispatcher)
+        copied = Installed(module, self.session.of_copy(), self.rules, self._plan)
         memo[id(self)] = copied
         copied._had_forward = self._had_forward
         copied.original = copy.deepcopy(self.original, memo)

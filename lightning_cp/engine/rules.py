@@ -54,10 +54,11 @@ class Rules:
     """A plan, compiled for one model.
 
     attention: kinds of attention of each module that attends across ranks, by path; None: derived from token counts.
+    scopes: kinds of attention of each block, and of each module in a block that the plan's `attention` names. Other
+        modules attend as the module around them. (): LOCAL.
     unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
     unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
         processor.
-    local: paths of modules in blocks that the plan marks LOCAL: their attention is not replaced.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     patches: settings for computation in patches; None: the model does not support it.
     """
@@ -78,7 +79,7 @@ class Rules:
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
-    local: tuple[str, ...] = ()
+    scopes: Mapping[str, AttentionSpecs] = field(default_factory=dict)
     patches: Patches | None = None
 
     @property

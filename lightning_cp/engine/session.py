@@ -31,6 +31,7 @@ class Call:
     Attributes:
         peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
         is_dynamic: compiled code may have lengths as symbols. (Attention derived from token counts compares them.)
+        has_grad: gradients were enabled when the forward began.
         defined: global number of tokens of each modality seen so far; `lengths` gives it, also to compiled code.
         sized: for the same modalities, an empty tensor [tokens, 0].
         rows: global number of rows, for modalities that are split between rows only.
@@ -49,6 +50,7 @@ class Call:
     peers: PeerCheck
     evaluation: Evaluation | None = None
     is_dynamic: bool = False
+    has_grad: bool = False
     defined: dict[str, int] = field(default_factory=dict)
     sized: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
@@ -178,8 +180,8 @@ class Session:
         forwards: number of forwards that are running: 0 or 1, or more if a model calls itself.
         succeeded: True after the first complete forward: the plan fits, so later failures have other causes.
         number: ID of the session in this process, for operators in compiled code.
-        unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
-            installed (see `BypassCheck`).
+        unchecked: values of `training` for which no forward was checked for missed attention calls since the plan was
+            installed (see `MissedCalls`).
         num_graph_checks: number of compiled forwards that have checked their arguments (int64 scalar).
         can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
             not describe attention).
@@ -269,6 +271,6 @@ class Session:
             raise RuntimeError(
                 "a context-parallel block ran outside of its model's forward, so its token counts are unknown: call "
                 "the model as a whole. Activation checkpointing of blocks works with the model's own "
-                "enable_gradient_checkpointing(), and with torch.utils.checkpoint(..., use_reentrant=False)"
+                "enable_gradient_checkpointing(), and with torch.utils.checkpoint.checkpoint"
             )
         return self.call

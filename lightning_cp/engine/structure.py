@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
 from operator import is_, itemgetter
 from typing import Any
@@ -12,36 +11,28 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from lightning_cp.engine.attention_patch import ATTRIBUTES, original_processor
-from lightning_cp.engine.forwards import decorated_function, own_forward, own_function
-from lightning_cp.engine.held import Attribute, functions_of, held_by, helpers_in, hidden_in, lists_in
-from lightning_cp.engine.methods import ORIGINAL, called_on_first
+from lightning_cp.engine.attention_calls import methods_called
+from lightning_cp.engine.forwards import decorated_function, own_forward
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MODULES = itemgetter("_modules")
-_CALLS = ("forward", "__call__")
-_FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 _STRUCTURES: WeakValueDictionary[str, Structure] = WeakValueDictionary()  # traced code passes names, not objects
 _NUMBERS = count()
 
 
 class Structure:
-    """All modules of a model, their classes, processors and forwards, by identity.
+    """The modules of a model, the functions of classes, and the processors and forwards of planned ones, by identity.
 
-    `is_unchanged` compares them before each forward: 130 µs of CPU time for the 1275 modules of Flux (57 blocks).
-    Forwards and attributes that may hold code take 50 µs of this. A new wrapper around a module or its forward counts
-    as a change. `_parts` leaves wrappers out: only if it differs is the plan installed again.
-
-    `__dict__` is compared for planned modules and modules with children.
+    `is_unchanged` compares them before each forward, because hooks are on the modules that the plan was installed on. A
+    new wrapper around a planned module or its forward counts as a change. `_parts` leaves wrappers out: only if it
+    differs is the plan installed again. Objects that modules call are not compared: the attention scope holds for all
+    code that runs inside a module.
 
     torch.compile traces only the comparison of planned modules and of the functions of classes. It also guards on the
-    class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again, and
-    compares all modules at that time.
-
-    Attributes:
-        hidden: path of an attribute in a block that makes attention calls which are not replaced; "" if there is none.
+    class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again,
+    and compares all modules at that time.
     """
 
     def __init__(self, model: nn.Module, rules: Rules) -> None:
@@ -49,36 +40,23 @@ class Structure:
         self._counts: list[tuple[dict[str, Any], int]] = []  # children of a module
         self._add_planned(model, rules)
         modules = list(model.modules())
-        planned = {id(submodule(model, path)) for path in _planned_paths(rules)}
-        self._watched = [x for x in modules if x._modules or id(x) in planned]
+        planned = list(dict.fromkeys(submodule(model, path) for path in _planned_paths(rules)))
+        self._watched = [x for x in modules if x._modules or x in planned]
         self._attributes = [module.__dict__ for module in self._watched]
         self._parents = [x.__dict__ for x in modules if x._modules or isinstance(x, _CONTAINERS)]  # empty lists too
         self._children = [dict(attributes["_modules"]) for attributes in self._parents]
         self._processors = [(where, where["processor"]) for module in modules for where in _holding_processor(module)]
-        self._objects: list[object] = [*modules, *(processor for _, processor in self._processors)]
+        self._objects: list[object] = [*planned, *(processor for _, processor in self._processors)]
         self._kinds = [type(x) for x in self._objects]
-        originals = {type(original_processor(processor)) for _, processor in self._processors}
-        self._functions = [x for kind in dict.fromkeys([*self._kinds, *originals]) for x in _functions(kind)]
-        held_by_module = {module: _held(module) for module in modules}
-        held = [x for found in held_by_module.values() for x in found]
-        self._lists = list(lists_in(held))
-        self._items = [list(x) for x in self._lists]
-        helpers = list(helpers_in(held))
-        self._objects += helpers
-        self._kinds += [type(x) for x in helpers]
-        self._functions += [x for kind in dict.fromkeys(map(type, helpers)) for x in functions_of(kind)]
-        self._holders: list[dict[Any, Any]] = []  # attributes of modules, processors, helpers and wrappers; tables
-        self._names: list[Any] = []
+        kinds = dict.fromkeys([*map(type, modules), *self._kinds])
+        self._functions = [x for kind in kinds for x in _functions(kind)]
+        self._holders: list[dict[str, Any]] = []  # attributes of modules and wrappers with a forward
+        self._names: list[str] = []
         self._values: list[object] = []
-        for module in modules:
+        for module in planned:
             if module is not model:  # `Installed.install` replaces the model's forward later
                 self._add_forward(module)
-            for name in _method_names(module):
-                self._add_attribute(module.__dict__, name)
-        for attributes, name, _ in held:
-            self._add_attribute(attributes, name)
-        self._parts = list(_parts(model, held_by_module))
-        self.hidden = next(_hidden(model, rules), "")
+        self._parts = list(_parts(model, planned))
         self._name = f"structure {next(_NUMBERS)}"  # an int that changes would become dynamic in a graph
         _STRUCTURES[self._name] = self
 
@@ -100,9 +78,8 @@ class Structure:
 
     def is_unchanged_eagerly(self) -> bool:
         """Return True if everything is unchanged, outside of tracing. Loops over all modules run in C, for speed."""
-        for kind, name, function in self._functions:
-            if getattr(kind, name, None) is not function:
-                return False
+        if not self.has_functions():
+            return False
         for attributes, processor in self._processors:
             if attributes.get("processor") is not processor:
                 return False
@@ -110,9 +87,11 @@ class Structure:
             return False
         if list(map(_MODULES, self._parents)) != self._children or list(map(type, self._objects)) != self._kinds:
             return False
-        if not all(map(is_, map(dict.get, self._holders, self._names), self._values)):
-            return False
-        return all(len(x) == len(y) and all(map(is_, x, y)) for x, y in zip(self._lists, self._items))
+        return all(map(is_, map(dict.get, self._holders, self._names), self._values))
+
+    def has_functions(self) -> bool:
+        """Return True if all classes have the same functions, which torch.compile does not guard on."""
+        return all(getattr(kind, name, None) is function for kind, name, function in self._functions)
 
     def has_parts_of(self, other: Structure) -> bool:
         """Return True if both hold the same modules, processors and functions, apart from wrappers."""
@@ -138,12 +117,9 @@ class Structure:
         if slot.holder is not module or slot.name != "forward":
             found.append((slot.holder.__dict__, slot.name))
         for attributes, name in found:
-            self._add_attribute(attributes, name)
-
-    def _add_attribute(self, attributes: dict[Any, Any], name: Any) -> None:
-        self._holders.append(attributes)
-        self._names.append(name)
-        self._values.append(attributes.get(name))
+            self._holders.append(attributes)
+            self._names.append(name)
+            self._values.append(attributes.get(name))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -153,62 +129,27 @@ def _is_unchanged_at_trace_time(name: str) -> bool:
     return structure is not None and structure.is_unchanged_eagerly()
 
 
-def _parts(model: nn.Module, held_by_module: Mapping[nn.Module, list[Attribute]]) -> Iterator[object]:
-    """Yield all modules but wrappers, their processors, and the functions that run when these are called."""
-    found: dict[type, list[object]] = {}
-
-    def functions(kind: type) -> list[object]:
-        if kind not in found:
-            found[kind] = [function for _, _, function in _functions(kind)]
-        return found[kind]
-
+def _parts(model: nn.Module, planned: list[nn.Module]) -> Iterator[object]:
+    """Yield all modules but wrappers, their processors, and the functions that run when planned ones are called."""
     for module in model.modules():
         if unwrapped(module) is not module:
             continue
         yield module
-        yield None if module is model else decorated_function(module)
-        yield from (module.__dict__.get(name) for name in _method_names(module))
-        yield from functions(type(module))
         for where in _holding_processor(module):
-            processor = where["processor"]
-            yield processor
-            for kind in (type(processor), type(original_processor(processor))):
-                yield from functions(kind)
-        held = held_by_module[module]
-        yield from (value for _, _, value in held if value is not None)
-        yield from (item for items in lists_in(held) for item in items)
-        for kind in dict.fromkeys(map(type, helpers_in(held))):
-            yield kind
-            yield from (function for _, _, function in functions_of(kind))
-
-
-def _held(module: nn.Module) -> list[Attribute]:
-    """List the objects and functions in the attributes of a module and of its processor."""
-    processors = [original_processor(where["processor"]) for where in _holding_processor(module)]
-    return [x for owner in (module, *processors) if hasattr(owner, "__dict__") for x in _held_by(owner)]
-
-
-def _held_by(owner: Any) -> list[Attribute]:
-    is_module = isinstance(owner, nn.Module)
-    calls = [own_function(owner)] if is_module else [getattr(type(owner), name, None) for name in _CALLS]
-    return [x for call in calls for x in held_by(owner, call)]
+            yield where["processor"]
+            yield from (function for _, _, function in _functions(type(where["processor"])))
+    for module in planned:
+        yield None if module is model else decorated_function(module)
+    for kind in dict.fromkeys(map(type, map(unwrapped, model.modules()))):
+        yield from (function for _, _, function in _functions(kind))
 
 
 def _functions(kind: type) -> Iterator[tuple[type, str, object]]:
     """Yield the class, name and function of each method that a call of an object of this class runs."""
-    calls = [getattr(kind, name, None) for name in _CALLS]
-    names = {name: None for call in calls for name, x in called_on_first(kind, call).methods.items() if x.of_class}
-    made = [name for name, x in vars(kind).items() if isinstance(x, _FUNCTIONS)] if ORIGINAL in vars(kind) else []
-    for name in dict.fromkeys([*_CALLS, *names, *made]):
+    for name in methods_called(kind):
         function = getattr(kind, name, None)
         if function is getattr(kind, name, None):  # not for descriptors that return a new object each time
             yield kind, name, function
-
-
-def _method_names(module: nn.Module) -> list[str]:
-    """List the methods and functions that a module's own forward calls on the module."""
-    called = called_on_first(module, own_function(module)).methods
-    return list(dict.fromkeys([*called, *module.__dict__.get(ATTRIBUTES, ())]))
 
 
 def _holding_processor(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -219,23 +160,16 @@ def _holding_processor(module: nn.Module) -> Iterator[dict[str, Any]]:
             yield attributes
 
 
-def _hidden(model: nn.Module, rules: Rules) -> Iterator[str]:
-    """Yield the paths of attributes of modules in blocks that make attention calls which are not replaced."""
-    inside = tuple(f"{path}." for path in rules.blocks)
-    for path, module in model.named_modules():
-        if not f"{path}.".startswith(inside or "") or path in rules.local:
-            continue
-        processors = [original_processor(where["processor"]) for where in _holding_processor(module)]
-        for owner in (module, *(x for x in processors if hasattr(x, "__dict__"))):
-            name = hidden_in(owner, _held_by(owner))
-            if name is not None:
-                yield f"{path}.{name}" if owner is module else f"{path}.processor.{name}"
-
-
 def _planned_paths(rules: Rules) -> list[str]:
     """List the paths of all modules that a plan names, without the model itself."""
     paths = {path for arguments in rules.arguments for path in arguments.paths}
-    paths |= {*rules.attention, *rules.unplanned, *(x.path for x in rules.outputs), *(x.path for x in rules.halos)}
+    paths |= {
+        *rules.attention,
+        *rules.scopes,
+        *rules.unplanned,
+        *(x.path for x in rules.outputs),
+        *(x.path for x in rules.halos),
+    }
     return sorted(paths - {""})
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_cp.engine.lengths import are_whole, possible_sizes
-from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.peers import without_transforms
+from lightning_cp.engine.scope import without_scope
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import DISPATCH, ORIGINALS, SDPA
 from lightning_cp.errors import InterceptionError
 
 
@@ -27,16 +26,13 @@ class UnplannedAttention:
     costs an all-gather of a few numbers and a host synchronisation for each call. Compiled code compares token counts
     instead.
 
-    Attributes:
-        model: the parallel model; `session.rules.unplanned` has the paths of the modules.
-        original: diffusers' `dispatch_attention_fn`; None for other models.
+    Attributes: model: the parallel model; `session.rules.unplanned` has the paths of modules that are known to attend.
     Ranks: all of the context group.
     Raises: InterceptionError: keys or values are shards, so queries would attend to this rank's tokens only.
     """
 
     session: Session
     model: nn.Module
-    original: Callable[..., Tensor] | None = None
 
     def __deepcopy__(self, memo: object) -> UnplannedAttention:
         return self
@@ -44,13 +40,14 @@ class UnplannedAttention:
     def dispatch(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Check the keys, then call `diffusers...dispatch_attention_fn`; tensors are [b, s, h, d]."""
         self._check(key, value, key.shape[1])
-        assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
-        return self.original(query, key, value, *args, **kwargs)
+        out: Tensor = without_scope(ORIGINALS[DISPATCH], query, key, value, *args, **kwargs)
+        return out
 
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Check the keys, then call `F.scaled_dot_product_attention`; tensors are [b, h, s, d]."""
         self._check(key, value, key.shape[-2])
-        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        out: Tensor = without_scope(ORIGINALS[SDPA], query, key, value, *args, **kwargs)
+        return out
 
     def _check(self, key: Tensor, value: Tensor, keys: int) -> None:
         call = self.session.call
@@ -71,10 +68,10 @@ class UnplannedAttention:
             )
 
     def _caller(self) -> str:
-        """Return the path of the module that is attending: the innermost unplanned module on the stack."""
-        paths = self.session.rules.unplanned
+        """Return the path of the module that is attending: the innermost one on the stack."""
+        paths = self.session.rules.unplanned or ("the model",)
         if not torch.compiler.is_compiling():
-            modules = {id(submodule(self.model, path)): path or "the model itself" for path in paths}
+            modules = {id(inner): path or "the model itself" for path, inner in self.model.named_modules()}
             frame: types.FrameType | None = sys._getframe()
             while frame is not None:
                 code = frame.f_code

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, sizes_in
+from lightning_cp.engine.stand_ins import original_of
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim
@@ -59,7 +60,7 @@ class RowShardedOps(TorchFunctionMode):
         rows = row_dim_of(x)
         if func is F.group_norm:
             expected = rows is not None and rows.dim >= 2
-        elif func is F.scaled_dot_product_attention:
+        elif _REPLACED.get(func) is _attend:
             expected = rows is not None and rows.dim == x.ndim - 2
         else:
             expected = rows == RowDim(x.ndim + self.dim)
@@ -266,5 +267,5 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.pad: _pad,
     F.interpolate: _interpolate,
     F.group_norm: _group_norm,
-    F.scaled_dot_product_attention: _attend,
+    original_of(F.scaled_dot_product_attention): _attend,
 }

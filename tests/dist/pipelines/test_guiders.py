@@ -14,10 +14,16 @@ from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.engine.attention_patch import AttentionPatch, release
+from lightning_cp import (
+    ContextParallelConfig,
+    apply_context_parallel,
+    parallelize_pipeline,
+    remove_context_parallel,
+    unparallelize_pipeline,
+)
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.plans import Plan, split
 from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
@@ -154,19 +160,42 @@ def test_guiders_skip_layers_with_sharded_weights(run_ranks: RankPool, name: str
         features.compared("guiders that skip layers, with sharded weights", error)
 
 
-def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
-    class Cross(torch.nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return torch.nn.functional.scaled_dot_product_attention(x, y, y)
+class Cross(torch.nn.Module):
+    """Attention to other tokens, if there are any."""
 
-    module, x, y = Cross(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
-    AttentionPatch(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
-    assert not module(x, y).any()
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        y = x if y is None else y
+        return torch.nn.functional.scaled_dot_product_attention(x[None], y[None], y[None])[0]
+
+
+class Blocks(torch.nn.Module):
+    """One block; `other` has 3 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.proj_out = torch.nn.ModuleList([Cross()]), torch.nn.Identity()
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        out: Tensor = self.proj_out(self.blocks[0](x, other))
+        return out
+
+
+def test_skipped_scores_of_unequal_lengths_are_refused_in_parallel_models_only() -> None:
+    x, y = torch.randn(2, 5, 4), torch.randn(2, 3, 4)
+    model, plain = Blocks(), Cross()
+    plan = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")})
+    expected = plain(x, y)
+    apply_context_parallel(model, ContextParallelConfig(), plan)
+    assert torch.allclose(model(x), plain(x))
     with AttentionScoreSkipFunctionMode():
-        assert module(y, y) is y
+        assert torch.equal(model(x), x)
         with pytest.raises(InterceptionError, match="skip_attention_scores=True, but 5 queries attend to 3 keys"):
-            module(x, y)
-    release(module)
+            model(x, y)
+        assert torch.equal(plain(y), y)
+        assert torch.equal(plain(x, y), expected)
+    remove_context_parallel(model)
+    with AttentionScoreSkipFunctionMode():
+        assert torch.equal(plain(y), y)
 
 
 def _dropping(rank: int, world: int) -> str:

@@ -278,6 +278,10 @@ def _method_of_class(block: Any) -> None:
     type(block.feed).__mro__[1].act = attend
 
 
+def _call(block: Any) -> None:
+    type(block.feed).__call__ = attend
+
+
 FOLLOWED: dict[str, Callable[[Any], None]] = {
     "module": lambda block: setattr(block, "feed", Attending()),
     "module of diffusers": lambda block: setattr(block, "feed", WithDiffusers()),
@@ -313,11 +317,9 @@ FOLLOWED: dict[str, Callable[[Any], None]] = {
     "method of a processor": lambda block: _processor(block, Processor()),
     "function of a processor": lambda block: _processor(block, Other()),
     "dict of attributes": _attributes,
+    "__call__ of a class": _call,
+    "attention of a parent class": lambda block: setattr(block, "feed", BySuper()),
 }
-
-
-def _call(block: Any) -> None:
-    type(block.feed).__call__ = attend
 
 
 def _hidden(block: Any) -> None:
@@ -352,9 +354,7 @@ def _multihead(block: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "__call__ of a class": (_call, "__call__ makes an attention call"),
     "forward that attends nowhere": (_hidden, r"blocks\.0 \(Block\) makes no attention call"),
-    "attention of a parent class": (lambda block: setattr(block, "feed", BySuper()), r"BySuper.*super\(\)\.forward"),
     "one attention of several": (_beside_another, r"blocks\.1\.attn\.forward was replaced"),
     "class of one attention of several": (_silent_class, r"blocks\.1\.attn \(Silent\) attended"),
     "attention of PyTorch": (_multihead, "nn.MultiheadAttention"),
