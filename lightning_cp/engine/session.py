@@ -223,6 +223,16 @@ class Session:
             can_derive_sizes={**self.can_derive_sizes},
         )
 
+    def begin(self, call: Call) -> Call | None:
+        """Begin a forward. Returns: the call of the forward around it, for `end`."""
+        outer = self.call if self.forwards else None  # an interrupted recomputation may have left one
+        self.call, self.forwards = call, self.forwards + 1
+        return outer
+
+    def end(self, outer: Call | None) -> None:
+        """End a forward. Args: outer: result of `begin`."""
+        self.call, self.forwards = outer, self.forwards - 1
+
     @contextmanager
     def evaluating(self, evaluation: Evaluation | None, *, peers: PeerCheck | None = None) -> Iterator[None]:
         """Compute forwards of an evaluation in patches in this context. Args: peers: used in place of `self.peers`."""
