@@ -1,4 +1,4 @@
-"""Private parts of FSDP2, changed on one sharded module: nothing global is patched."""
+"""Private parts of FSDP2, changed on one sharded module: nothing global is replaced."""
 
 from __future__ import annotations
 

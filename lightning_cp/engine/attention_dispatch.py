@@ -13,7 +13,6 @@ from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
-from lightning_cp.engine.patch_attention import attend_in_patches
 from lightning_cp.engine.replay import check_recomputation
 from lightning_cp.engine.scope import without_scope
 from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
@@ -166,9 +165,9 @@ class AttentionDispatcher:
             config=session.config,
             kernel=kernel_for(session, backend),
         )
-        if session.current().evaluation is not None:
-            kind = self._split_kind(sizes)
-            return attend_in_patches(query, key, value, mask, kind, sizes=sizes, session=session, settings=settings)
+        evaluation = session.current().evaluation
+        if evaluation is not None:
+            return evaluation.attend(query, key, value, mask, self._split_kind(sizes), sizes=sizes, settings=settings)
         mask = mask if mask is None else self._split_mask(mask, sizes[1])
         out = attend_across(query, key, value, mask, settings, lengths=sizes)
         assert isinstance(out, Tensor), "return_lse is off"

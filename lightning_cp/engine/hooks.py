@@ -60,14 +60,13 @@ class ModelHook(EngineHook):
         """
         given = self.before(module, args, kwargs)
         session = self.session
-        outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
         around, entry = SCOPE.current, SCOPE.entry
         if around is not None and around.session is session and not session.forwards:
             around = entry = None  # of an interrupted recomputation, too
-        call = session.call = Call(
+        call = Call(
             session.groups, session.peers, session.evaluation, self.describes_attention, torch.is_grad_enabled()
         )
-        session.forwards += 1
+        outer = session.begin(call)
         SCOPE.current, SCOPE.entry = self.scope, None
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
@@ -81,7 +80,7 @@ class ModelHook(EngineHook):
             for output_hook in self.outputs:
                 output = output_hook.after(module, args, output)
             self.after(module)
-            session.succeeded = True
+            session.note_success()
             return output
         except (RuntimeError, ValueError, IndexError) as error:
             self._explain(error)
@@ -90,8 +89,7 @@ class ModelHook(EngineHook):
             for inner, original in checkpoints:
                 inner._gradient_checkpointing_func = original
             call.shards.clear()  # the call itself is kept until backward, for recomputations
-            session.call = outer
-            session.forwards -= 1
+            session.end(outer)
             SCOPE.current, SCOPE.entry = around, entry
             STATS.leave()
 

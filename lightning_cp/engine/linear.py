@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.engine.session import Session
-from lightning_cp.errors import InterceptionError, ShapeError
+from lightning_cp.errors import InterceptionError
 from lightning_cp.plans import Modalities
 
 _SMALLEST = 1e-15  # added to the divisor, against division by zero
@@ -24,8 +24,6 @@ _SMALLEST = 1e-15  # added to the divisor, against division by zero
 @dataclass(eq=False)
 class LinearAttention:
     """Processor of ReLU linear attention (diffusers' `Attention`), with or without rotary embedding.
-
-    For a model that is computed in patches, a buffer keeps the matrices of each patch.
 
     Attributes: modalities: modalities of the tokens.
 
@@ -73,20 +71,9 @@ class LinearAttention:
     def _sum(self, v: Tensor, rotated_k: Tensor, k: Tensor) -> Tensor:
         """Sum over the tokens of all ranks and patches. Returns: [b, h, d + 1, d]."""
         call = self.session.current()
-        evaluation, groups = call.evaluation, call.groups
-        if evaluation is None:
-            return sum_over_ranks(_matrices(v, rotated_k, k), groups.name)
-        buffer = evaluation.next_buffer()
-        if evaluation.patch is None:
-            lengths = call.lengths_in_patches(self.modalities)
-            split = [torch.split(x, lengths, 1) for x in (v, rotated_k, k)]
-            own = torch.stack([_matrices(*of_patch) for of_patch in zip(*split, strict=True)])
-            buffer.tensors = [sum_over_ranks(own, groups.name)]
-        elif not buffer.tensors:
-            raise ShapeError("a patch was computed before the whole sequence, so the sums of other patches are missing")
-        else:
-            buffer.tensors[0][evaluation.patch] = sum_over_ranks(_matrices(v, rotated_k, k), groups.name)
-        return buffer.tensors[0].sum(0)
+        if call.evaluation is None:
+            return sum_over_ranks(_matrices(v, rotated_k, k), call.groups.name)
+        return call.evaluation.sum_over_patches(self.modalities, (v, rotated_k, k), _matrices)
 
 
 def _matrices(v: Tensor, rotated_k: Tensor, k: Tensor) -> Tensor:

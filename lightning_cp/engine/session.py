@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_cp.comm.shards import sizes_in
 from lightning_cp.compat.torch_names import allow_dynamic
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.engine.patches import Evaluation
+from lightning_cp.engine.evaluation import Evaluation
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
@@ -132,14 +133,6 @@ class Call:
             start += self.lengths.get(modality, 0)
         return [tuple(ranges) for ranges in found]
 
-    def lengths_in_patches(self, modalities: Modalities) -> list[int]:
-        """Return the number of this rank's tokens in each patch. Args: modalities: one modality."""
-        assert self.evaluation is not None, "the caller checks it"
-        (modality,), ((own,), *_) = modalities, self.ranges(modalities)[self.groups.context_rank :]
-        tokens, rows = self.row_tokens(modality), self.rows.get(modality) or self.lengths[modality]
-        patches = [range(x.start * tokens, x.stop * tokens) for x in self.evaluation.each_patch(rows)]
-        return [max(0, min(own.stop, x.stop) - max(own.start, x.start)) for x in patches]
-
     def define(self, modality: str, length: int, *, everywhere: bool, name: str) -> None:
         """Set the global length of a modality, and start to compare this forward's arguments between ranks.
 
@@ -229,6 +222,39 @@ class Session:
             self.backends,
             can_derive_sizes={**self.can_derive_sizes},
         )
+
+    def begin(self, call: Call) -> Call | None:
+        """Begin a forward. Returns: the call of the forward around it, for `end`."""
+        outer = self.call if self.forwards else None  # an interrupted recomputation may have left one
+        self.call, self.forwards = call, self.forwards + 1
+        return outer
+
+    def end(self, outer: Call | None) -> None:
+        """End a forward. Args: outer: result of `begin`."""
+        self.call, self.forwards = outer, self.forwards - 1
+
+    @contextmanager
+    def evaluating(self, evaluation: Evaluation | None, *, peers: PeerCheck | None = None) -> Iterator[None]:
+        """Compute forwards of an evaluation in patches in this context. Args: peers: used in place of `self.peers`."""
+        before = self.evaluation, self.peers
+        self.evaluation, self.peers = evaluation, peers or self.peers
+        try:
+            yield
+        finally:
+            self.evaluation, self.peers = before
+
+    @contextmanager
+    def sharing_batch(self, groups: MeshGroups) -> Iterator[None]:
+        """Compute forwards in this context with samples of a batch that all ranks of `groups` share."""
+        before, self.batch_groups = self.batch_groups, groups
+        try:
+            yield
+        finally:
+            self.batch_groups = before
+
+    def note_success(self) -> None:
+        """Note that a forward has succeeded, so the plan fits."""
+        self.succeeded = True
 
     def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
         """Compute the following forwards with other degrees, over the same ranks.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_cp.engine.meta import whole_shapes
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Around, Undo, intercept_method
+from lightning_cp.undoable import Around, Undo, intercept_method
 
 
 def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:

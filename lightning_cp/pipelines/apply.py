@@ -6,51 +6,24 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
 
 from lightning_cp.compat.check import check_private_uses
-from lightning_cp.config import ContextParallelConfig, check_degree, context_config
-from lightning_cp.engine.apply import parallelize, remove_context_parallel
-from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import intercept_calls, undo_all
-from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.calls import only_one_shows_progress
-from lightning_cp.pipelines.components import components_of, experts_of, share_decoders, transformers_of
-from lightning_cp.pipelines.degrees import declared_degrees
-from lightning_cp.pipelines.equal_components import EqualComponents
-from lightning_cp.pipelines.equal_steps import EqualSteps
-from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import BranchCalls
-from lightning_cp.pipelines.guidance.controlnets import controlnets_of, parallelize_controlnets
-from lightning_cp.pipelines.guidance.perturbing import check_guiders, refuse_processor_swaps
-from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
-from lightning_cp.pipelines.pipefusion.patch_setup import check_patches, make_patch_calls
-from lightning_cp.pipelines.placement.component_stages import Setting, follow_stages, make_stages
-from lightning_cp.pipelines.placement.sharding import (
-    check_placement,
-    layers_to_shard,
-    mark_unusable,
-    rank_device,
-    shard_layers,
-)
-from lightning_cp.pipelines.stall_watch import share_watch
-from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, copy_refusals, parallel_pipeline
-from lightning_cp.pipelines.wrappers import (
-    device_properties,
-    over_branches,
-    synchronized,
-    vote_before,
-    with_resolved_tensors,
-)
-from lightning_cp.rules import STALL_S
+from lightning_cp.pipelines.components import components_of, transformers_of
+from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare
+from lightning_cp.pipelines.guidance.controlnets import controlnets_of
+from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
+from lightning_cp.pipelines.placement.sharding import mark_unusable
+from lightning_cp.pipelines.settings import PipelineSettings, Placement
+from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline
 from lightning_cp.sample_groups import sample_groups_for
 from lightning_cp.shares import show_shares
+from lightning_cp.undoable import Feature
 
 _log = logging.getLogger("lightning_cp")
 
@@ -67,7 +40,7 @@ def parallelize_pipeline(
     warmup: int = 1,
     vae: bool | Literal["auto"] = "auto",
     shard: Sequence[str] = (),
-    stages: Setting = "together",
+    stages: Placement = "together",
     kernel: str = "auto",
     check_peers: str = "sampled",
     stall_s: float | None = 60.0,
@@ -88,8 +61,8 @@ def parallelize_pipeline(
     blocks into host memory; then move the pipeline to a device.
 
     Args:
-        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
-            of Wan).
+        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both of
+            two experts).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
         degrees: other degrees that a call may use (`use_degrees`), by name: {"guided": {"ring": 2, "cfg": 2}}. Degrees
@@ -123,126 +96,42 @@ def parallelize_pipeline(
         CallFailedError: another rank has raised an error.
     """
     check_private_uses("pipeline")
-    common = {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
+    name, common = type(pipeline).__name__, {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
     is_alone = all(degree in (None, 1) for degree in common.values())
-    common |= {"degrees": degrees, "patches": patches, "warmup": warmup, "vae": vae, "shard": shard, "stages": stages}
-    common |= {"check_peers": check_peers, "stall_s": stall_s, "shares": shares}
-    with nullcontext() if is_alone else agreed_settings(f"make the {type(pipeline).__name__} parallel", common):
+    given: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
+    given |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
+    given |= {"shares": shares}
+    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | given):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
-            raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
+            raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")
         _check_started()
-        if not STALL_S.passes(stall_s):
-            raise ValueError(f"stall_s={stall_s!r} must be {STALL_S.describe().replace('null', 'None')}")
-        config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
-        num_stages = check_patches(pipe, patches, warmup)
-        found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
-        both = [name for name in shard if name in found]
-        if num_stages > 1 and both:
+        settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **given)
+        transformers, controlnets = transformers_of(pipeline, components), controlnets_of(components)
+        both = [one for one in settings.shard if one in transformers]
+        if settings.num_stages > 1 and both:
             raise ValueError(
                 f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
             )
         refuse_processor_swaps(pipeline)
-    ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
-    votes = Votes(type(pipeline).__name__, ranks.control)
-    undo = share_watch(stall_s, ranks)
-    layers: dict[str, list[nn.Module]] = {}
-    in_patches: dict[str, PatchCalls] = {}
+    ranks = sample_groups_for(settings.config, settings.cfg, settings.num_stages, shares=shares)
+    state = ParallelPipeline(pipeline, settings, ranks, components, transformers, controlnets)
+    state.features = [Feature(partial(changes, state)) for changes in FEATURES]
     try:
-        with votes.call():  # what one rank refuses, or cannot load, ends this on all
-            layers = layers_to_shard(components, shard, found, ranks)
-            staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
-
-            def check() -> None:
-                check_placement(pipeline, components, found, shard=layers, stages=stages)
-                check_guiders(pipeline, ranks)
-
-            check()
-            if degrees and (num_stages > 1 or patches > 1 or shares is not None):
-                raise ValueError(f"degrees={sorted(degrees)} cannot be combined with pipe, patches or shares")
-            sharded = next((name for name in layers if name in found), None)
-            chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
-            installed = {}
-            for name, module in found.items():
-                installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
-                undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-            calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock(must_be_equal=patches > 1)
-            in_patches = make_patch_calls(
-                installed,
-                ranks,
-                votes,
-                pipe=pipe,
-                patches=patches,
-                warmup=warmup,
-                clock=clock,
-                experts=experts_of(pipeline, found),
-                is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
-                on_step=calls.count_step,
-            )
-            for one in in_patches.values():
-                undo += one.install()
-            calls.pending.before_flush = votes.check
-            settings = {"kernel": kernel, "check_peers": check_peers}
-            steering = parallelize_controlnets(controlnets, config, calls, votes, undo, **settings)
-            undo += [
-                intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
-                for name, one in installed.items()
-            ]
-            adaptable = (*found.values(), *controlnets.values())
-            undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
-            for name in in_patches if num_stages > 1 else ():
-                undo += adapt_stages(pipeline, found[name], pipe)
-            around_step = [clock.before_step] if in_patches else []
-            if num_stages == 1 and any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks get real tensors
-                around_step.append(with_resolved_tensors)
-            decoders = share_decoders(components, vae, ranks, undo)
-            undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
-            if staged is not None:
-                follow_stages(staged, undo)
-            compares = check_peers != "off"
-            equal_components = EqualComponents(ranks.control, is_on=compares, in_stages=num_stages > 1)
-            equal_steps = EqualSteps(
-                type(pipeline).__name__,
-                ranks.sample,
-                votes,
-                every_step=num_stages > 1 or any(one.ranks.cfg > 1 for one in chosen.values()),
-                calls={"off": 0, "first": 2}.get(check_peers),
-            )
-            state = ParallelPipeline(
-                ranks,
-                installed,
-                decoders,
-                calls,
-                votes,
-                chosen,
-                equal_components,
-                equal_steps,
-                controlnets=steering,
-                shard=tuple(layers),
-                stages=staged,
-                patch_calls=in_patches,
-                around_step=around_step,
-                undo=undo,
-            )
-            attributes = {**device_properties(staged), **copy_refusals(type(pipeline).__name__)}
-            undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **attributes))
-            undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-            votes.check()  # this and the next steps cannot be undone
-            if layers or num_stages > 1:
-                equal_components.compare_weights(components)  # while they are whole
-            shard_layers(layers, components, found, ranks)
-            for one in in_patches.values():
-                one.release()
-            for module in found.values():
-                load_deferred(module)
+        with state.votes.call():  # what one rank refuses, or cannot load, ends this on all
+            prepare(state)
+            for feature in state.features:
+                feature.install()
+            state.votes.check()
+            divide_weights(state)
     except BaseException as error:
-        undo_all(undo)
-        mark_unusable(pipeline, layers, in_patches, error)
+        state.undo()
+        mark_unusable(pipeline, state.layers, state.patch_calls, error)
         raise
-    if staged is not None:
-        staged.offload_all()
+    if state.stages is not None:
+        state.stages.offload_all()
     pipeline.__dict__[INSTALLED] = state
-    _describe(pipeline, config)
+    _describe(state)
 
 
 def unparallelize_pipeline(pipe: Any) -> None:
@@ -250,9 +139,9 @@ def unparallelize_pipeline(pipe: Any) -> None:
     installed = parallel_pipeline(pipe)
     if installed is None:
         raise PlanError(f"{type(pipe).__name__} is not context-parallel: nothing to undo")
-    if installed.shard and installed.ranks.sample.context_size > 1:
+    if installed.settings.shard and installed.ranks.sample.context_size > 1:
         raise PlanError(
-            f"shard={list(installed.shard)}: sharded weights cannot be gathered in place: "
+            f"shard={list(installed.settings.shard)}: sharded weights cannot be gathered in place: "
             f"load the {type(pipe).__name__} again"
         )
     if installed.ranks.pipe > 1:
@@ -260,7 +149,7 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"pipe={installed.ranks.pipe}: this rank has freed the blocks of other stages: load the "
             f"{type(pipe).__name__} again"
         )
-    undo_all(installed.undo)
+    installed.undo()
     del pipe.__dict__[INSTALLED]
 
 
@@ -284,14 +173,12 @@ def _check_started() -> None:
         )
 
 
-def _describe(pipe: Any, config: ContextParallelConfig) -> None:
-    installed = parallel_pipeline(pipe)
-    assert installed is not None, "it has just been made parallel"
-    ranks = installed.ranks
+def _describe(state: ParallelPipeline) -> None:
+    ranks, config = state.ranks, state.settings.config
     if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
         stages = f"pipe {ranks.pipe} × " if ranks.pipe > 1 else ""
         degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
         degrees += show_shares(ranks.context.shares)
-        names = ", ".join([*installed.transformers, *installed.controlnets, *installed.decoders])
+        names = ", ".join([*state.transformers, *state.controlnets, *state.decoders])
         total = ranks.data_size * ranks.sample.context_size
-        _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)
+        _log.info("%s: %d ranks = %s; parallel: %s", state.name, total, degrees, names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lightning_cp.patching import Undo
+from lightning_cp.undoable import Undo, set_attribute
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -21,14 +21,6 @@ def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwarg
     return given
 
 
-def only_one_shows_progress(pipe: Any, *, shows: bool) -> Undo:
-    """Disable a pipeline's progress bar unless `shows`. Returns: a function to undo it."""
-    before = dict(getattr(pipe, "_progress_bar_config", {}))
-    if not shows and hasattr(pipe, "set_progress_bar_config"):
-        pipe.set_progress_bar_config(**{**before, "disable": True})
-
-    def undo() -> None:
-        if hasattr(pipe, "set_progress_bar_config"):
-            pipe.set_progress_bar_config(**before)
-
-    return undo
+def hide_progress(pipe: Any) -> Undo:
+    """Disable a pipeline's progress bar. Returns: a function to undo it."""
+    return set_attribute(pipe, "_progress_bar_config", {**getattr(pipe, "_progress_bar_config", {}), "disable": True})

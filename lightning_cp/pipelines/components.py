@@ -1,8 +1,8 @@
-"""Load a pipeline, and find the components that denoise and the components that decode."""
+"""Load a pipeline, and find the components that denoise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +13,7 @@ from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
-from lightning_cp.pipelines.placement.sharding import is_vae
 from lightning_cp.plans import refusal, registered_plan
-from lightning_cp.sample_groups import SampleGroups
-from lightning_cp.vae import parallelize_vae
 
 
 def load_pipeline(
@@ -157,33 +154,6 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 
 
 def experts_of(pipe: Any, transformers: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return the names of a pipeline's transformers if each of them computes some of the steps (both of Wan)."""
+    """Return the names of a pipeline's transformers if each of them computes some of the steps."""
     switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
     return tuple(transformers) if switches else ()
-
-
-def share_decoders(
-    components: Mapping[str, Any], setting: bool | str, ranks: SampleGroups, undo: list[Callable[[], None]]
-) -> tuple[str, ...]:
-    """Make autoencoders parallel and return their names; with setting "auto", skip classes that do not support it.
-
-    Args:
-        components: components of the pipeline, by name.
-        setting: True, False or "auto": the argument `vae` of `parallelize_pipeline`.
-        ranks: groups of this rank; all ranks that share a sample decode together.
-        undo: list to which the functions that restore the autoencoders are added.
-    Raises: ValueError: an invalid setting; with True, an autoencoder that cannot be parallel.
-    """
-    if setting not in (True, False, "auto"):
-        raise ValueError(f"vae={setting!r} must be True, False or 'auto'")
-    shared = []
-    for name, module in components.items():
-        if not is_vae(module) or not setting or ranks.sample.context is None:
-            continue
-        try:
-            undo.append(parallelize_vae(module, ranks.sample))
-            shared.append(name)
-        except ValueError:
-            if setting is True:
-                raise
-    return tuple(shared)

@@ -33,21 +33,24 @@ class EqualSteps:
     Args:
         name: class name of the pipeline, for errors.
         sample: the ranks that share a sample.
-        every_step: compare all steps; False: the first, because the arguments of all forwards are compared.
         calls: number of calls to compare; None: all, 0: none.
         votes: ranks vote before a comparison that they wait for.
     """
 
-    def __init__(self, name: str, sample: MeshGroups, votes: Votes, *, every_step: bool, calls: int | None) -> None:
-        self._name, self._sample, self._every_step, self._calls = name, sample, every_step, calls
-        self._votes = votes
+    def __init__(self, name: str, sample: MeshGroups, votes: Votes, *, calls: int | None) -> None:
+        self._name, self._sample, self._votes, self._calls = name, sample, votes, calls
         self._sampler = Sampler(_NAMES)
-        self._step, self._compares_steps = 0, False
+        self._step, self._compares_steps, self._every_step = 0, False, False
         self._pending: BackgroundGather | None = None
 
-    def begin(self, *, resolved: bool) -> None:
-        """Begin a call. Args: resolved: the scheduler gets real tensors, not lazy ones, which steps would wait for."""
-        self._pending, self._step = None, 0
+    def begin(self, *, resolved: bool, every_step: bool) -> None:
+        """Begin a call.
+
+        Args:
+            resolved: the scheduler gets real tensors, not lazy ones, which steps would wait for.
+            every_step: compare all steps; False: the first, because the arguments of all forwards are compared.
+        """
+        self._pending, self._step, self._every_step = None, 0, every_step
         self._compares_steps = resolved and self._is_on
 
     def compare_step(

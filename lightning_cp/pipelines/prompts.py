@@ -14,9 +14,8 @@ from PIL import Image
 
 from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
-from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.results import samples_of
-from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.state import ParallelPipeline, state_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
@@ -49,7 +48,7 @@ def sample_prompts(
         per_call: prompts per call of the pipeline; must be 1 with images, videos, masks or audio.
         write: called with (prompt index, sample) once per prompt, on one rank, as soon as the sample is ready.
         collect: True: every rank returns all samples. False: each rank returns the samples of its data group.
-        sound: return clips of pipelines that also make a sound (LTX-2) as `ClipWithSound`.
+        sound: return clips of pipelines that also make a sound as `ClipWithSound`.
         inputs: all other arguments of the pipeline, the same for every prompt; `lyrics` may be a list with one text per
             prompt.
     Returns: samples in prompt order: entries of the first field of the pipeline's result.
@@ -58,9 +57,7 @@ def sample_prompts(
         ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
         that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
-    installed = parallel_pipeline(pipe)
-    if installed is None:
-        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    installed = state_of(pipe)
     found: list[Any] = []
     error: Exception | None = None
     try:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class ClipWithSound(NamedTuple):
-    """A clip with its sound, as LTX-2 makes them.
+    """A clip with its sound.
 
     Attributes:
         frames: the clip, in the form of the pipeline's `output_type`.

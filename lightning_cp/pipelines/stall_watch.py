@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from functools import partial
 
 import torch.distributed as dist
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import default_timeout
 from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
-from lightning_cp.patching import Undo
 from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.undoable import Undo
 
 
-def share_watch(stall_s: float | None, ranks: SampleGroups) -> list[Undo]:
+def share_watch(stall_s: float | None, ranks: SampleGroups) -> Iterator[Undo]:
     """Watch the calls of a parallel pipeline. A watch that runs is used as it is; its `stall_s` holds.
 
     Args:
         stall_s: seconds until a stalled collective is reported; None: never.
         ranks: ranks that share a sample; a rank alone has no collectives to watch.
-    Ranks: the whole world. Returns: a function that ends the watch when nothing else uses it.
+    Ranks: the whole world. Yields: a function that ends the watch when nothing else uses it.
     """
     if stall_s is None or ranks.sample.context_size == 1 or dist.get_backend() == "fake":
-        return []
+        return
     watch = current_watch()
     if watch is not None:
         watch.users += 1
     else:
         watch = watch_stalls(host=_host(), after_s=stall_s, timeout_s=default_timeout().total_seconds())
-    return [] if watch is None else [lambda: _leave(watch)]
+    if watch is not None:
+        yield partial(_leave, watch)
 
 
 def _leave(watch: StallWatch) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from torch import nn
+
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Around, Undo
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.perturbing import check_guiders
+from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.placement.component_stages import Stages
+from lightning_cp.pipelines.placement.sharding import check_placement
+from lightning_cp.pipelines.settings import PipelineSettings
 from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.undoable import Feature
 
 INSTALLED = "_lightning_cp"
 # Names of the degrees that calls of this thread or task use, by id of the state of the pipeline.
@@ -31,35 +37,62 @@ class ParallelPipeline:
     """State of a parallel pipeline.
 
     Attributes:
+        name: class name of the pipeline.
+        components, modules, controlnet_modules: all components; those that denoise; ControlNets with a plan; by name.
         ranks: groups of ranks that share a sample, a CFG branch or tokens, with the default degrees.
-        transformers: installed transformers, by component name.
+        transformers, controlnets: installed modules, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
-        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
-        votes: end a call on all ranks that share a sample if one of them fails.
         degrees: by name, the degrees that a call may use.
-        equal_components, equal_steps: comparisons between the ranks that share a sample.
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
-        shard: names of the components with weights sharded over ranks (FSDP2).
+        layers: the layers to shard over ranks (FSDP2), by component name.
         stages: device placement by stage; None for the setting "together".
-        controlnets: installed ControlNets, by component name.
-        around_step: wrappers of the scheduler's `step` during a call.
-        undo: functions that restore the pipeline, to be called last to first.
+        features: what was installed, in order.
+        votes: end a call on all ranks that share a sample if one of them fails.
+        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
+        clock: counts transformer calls of a step.
+        equal_components, equal_steps: comparisons between the ranks that share a sample.
     """
 
+    pipeline: Any
+    settings: PipelineSettings
     ranks: SampleGroups
-    transformers: dict[str, Installed]
-    decoders: tuple[str, ...]
-    calls: BranchCalls
-    votes: Votes
-    degrees: dict[str, Degrees]
-    equal_components: EqualComponents
-    equal_steps: EqualSteps
-    shard: tuple[str, ...] = ()
-    stages: Stages | None = None
+    components: dict[str, Any]
+    modules: dict[str, nn.Module]
+    controlnet_modules: dict[str, nn.Module]
+    transformers: dict[str, Installed] = field(default_factory=dict)
     controlnets: dict[str, Installed] = field(default_factory=dict)
-    undo: list[Undo] = field(default_factory=list)
+    decoders: list[str] = field(default_factory=list)
+    degrees: dict[str, Degrees] = field(default_factory=dict)
     patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
-    around_step: Sequence[Around] = ()
+    layers: dict[str, list[nn.Module]] = field(default_factory=dict)
+    stages: Stages | None = None
+    features: list[Feature] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings, control, self.name = self.settings, self.ranks.control, type(self.pipeline).__name__
+        self.votes, self.calls = Votes(self.name, control), BranchCalls(self.name, self.ranks)
+        self.calls.pending.before_flush = self.votes.check
+        self.clock = StepClock(must_be_equal=settings.patches > 1)
+        is_on, in_stages = settings.check_peers != "off", settings.num_stages > 1
+        self.equal_components = EqualComponents(control, is_on=is_on, in_stages=in_stages)
+        num_calls = {"off": 0, "first": 2}.get(settings.check_peers)
+        self.equal_steps = EqualSteps(self.name, self.ranks.sample, self.votes, calls=num_calls)
+
+    @property
+    def installed(self) -> dict[str, Installed]:
+        """All installed transformers and ControlNets, by component name."""
+        return {**self.transformers, **self.controlnets}
+
+    def check(self) -> None:
+        """Check, before each call too, that weights and guiders are compatible. Raises: PlanError: they are not."""
+        stages = self.settings.stages
+        check_placement(self.pipeline, self.components, self.modules, shard=self.layers, stages=stages)
+        check_guiders(self.pipeline, self.ranks)
+
+    def undo(self) -> None:
+        """Undo all features, last to first."""
+        for feature in reversed(self.features):
+            feature.undo()
 
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
@@ -84,6 +117,14 @@ def copy_refusals(name: str) -> dict[str, Any]:
     return {"__deepcopy__": refuse, "__reduce_ex__": refuse, "__copy__": shallow}
 
 
+def state_of(pipe: Any) -> ParallelPipeline:
+    """Return the state of a parallel pipeline. Raises: PlanError: it is not parallel."""
+    state = parallel_pipeline(pipe)
+    if state is None:
+        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    return state
+
+
 @contextmanager
 def use_degrees(pipe: Any, name: str) -> Iterator[None]:
     """Within this context, call the pipeline with other degrees, declared with `parallelize_pipeline(degrees=…)`.
@@ -93,9 +134,7 @@ def use_degrees(pipe: Any, name: str) -> Iterator[None]:
     Ranks: all that share a sample; different names raise an error at the next call.
     Raises: ValueError: an unknown name; a pipeline that is not parallel.
     """
-    state = parallel_pipeline(pipe)
-    if state is None:
-        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    state = state_of(pipe)
     if name not in state.degrees:
         raise ValueError(
             f"{name!r} is not one of the declared degrees, {', '.join(state.degrees)}: declare it with "

@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import watching_this_thread
-from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.calls import arguments_by_name
@@ -23,6 +22,7 @@ from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
 from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
+from lightning_cp.undoable import Around, Undo, intercept_method, undo_all
 
 # Callbacks of a pipeline read the latents after each step, and may raise on one rank.
 _CALLBACKS = ("callback_on_step_end", "callback")
@@ -58,7 +58,7 @@ def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any,
     return in_patches.call(compute, args, kwargs)
 
 
-def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*resolve_all(args), **resolve_all(kwargs))
 
 
@@ -79,21 +79,25 @@ def vote_before(
         yield components[name].register_forward_pre_hook(lambda *_: votes.check(), prepend=True).remove
 
 
-def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
+def synchronized(state: ParallelPipeline) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
 
     Step caches start empty in each call, also after one that failed.
     """
+    pipe = state.pipeline
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         with watching_this_thread(), votes.call():
-            check()
+            state.check()
             _empty_caches(state)
             chosen = chosen_degrees(state)
-            common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
+            common: dict[str, Any] = {
+                f"step caches of {name}": one.caches.settings() for name, one in state.installed.items()
+            }
+            common |= {"use_degrees": chosen, **adapter_state(pipe.components)}
             common |= state.equal_components.settings(pipe, state.transformers)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
@@ -102,29 +106,35 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             for one in in_patches:
                 one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
-            undo = _watch_steps(pipe, state)
+            undo = _watch_steps(state)
             try:
                 with nullcontext() if stages is None else stages.call(given):
                     result = resolve_all(call(*args, **kwargs))
-                _finish_checks(state, result)
+                for installed in state.installed.values():  # so that no later call raises a difference of this one
+                    installed.session.peers.finish()
+                state.equal_steps.end(result)
                 return result
             finally:
                 undo_all(undo)
                 calls.end()
                 for one in in_patches:
                     one.end()
-                for installed in _installed(state):
+                for installed in state.installed.values():
                     installed.session.peers.drop()
 
     return around
 
 
-def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
+def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
-    scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
-    state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
-    compare: Around = partial(state.equal_steps.compare_step, scheduler)
-    around_step = [compare, *state.around_step]  # in this order, it gets resolved tensors
+    scheduler = getattr(state.pipeline, "scheduler", None)  # `components` lacks optional ones
+    num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
+    state.equal_steps.begin(resolved=state.clock.resolves, every_step=num_stages > 1 or has_branches)
+    around_step: list[Around] = [partial(state.equal_steps.compare_step, scheduler)]  # innermost: gets resolved tensors
+    if state.patch_calls:
+        around_step.append(state.clock.before_step)
+    if num_stages == 1 and has_branches:  # callbacks get real tensors
+        around_step.append(_with_resolved_tensors)
 
     def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for one in state.patch_calls.values():
@@ -137,31 +147,14 @@ def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
     return undo
 
 
-def _finish_checks(state: ParallelPipeline, result: Any) -> None:
-    """Compare what is not compared yet of this call, so that no later call raises a difference of this one."""
-    for installed in _installed(state):
-        installed.session.peers.finish()
-    state.equal_steps.end(result)
-
-
-def _installed(state: ParallelPipeline) -> list[Installed]:
-    return [*state.transformers.values(), *state.controlnets.values()]
-
-
 def _empty_caches(state: ParallelPipeline) -> None:
     """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
-    for installed in _installed(state):
+    for installed in state.installed.values():
         if state.patch_calls:
             refuse_caches(installed)
         else:
             installed.caches.follow()
             installed.caches.reset()
-
-
-def _cache_settings(state: ParallelPipeline) -> dict[str, Any]:
-    """Describe the step caches for a comparison between ranks."""
-    installed = {**state.transformers, **state.controlnets}
-    return {f"step caches of {name}": one.caches.settings() for name, one in installed.items()}
 
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:

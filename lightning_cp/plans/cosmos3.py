@@ -3,7 +3,7 @@
 Both modalities are packed without a batch dim: [tokens, channels].
 """
 
-from lightning_cp.plans.plan import Attention, Plan, split
+from lightning_cp.plans.plan import Attention, Batch, Plan, split
 
 _TEXT, _GENERATED = split(0, "text"), split(0, "generated")
 
@@ -19,6 +19,7 @@ PLANS = {
         attention={"self_attn": (Attention(("text",)), Attention(("generated",), keys=("text", "generated")))},
         gather={"norm": _TEXT, "norm_moe_gen": _GENERATED},
         main="generated",
+        batch=Batch("text_indexes", single="Cosmos 3 computes one sample at a time"),
         unused=("lm_head.*",),
     ),
 }

@@ -6,7 +6,7 @@ text, image and reference images each attend only to themselves.
 
 from dataclasses import replace
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, count, mask, patches, split
+from lightning_cp.plans.plan import LOCAL, Attention, Batch, Plan, count, mask, patches, split
 
 INPUTS = {
     "hidden_states": split(1, "image"),
@@ -14,12 +14,14 @@ INPUTS = {
     "img_ids": split(-2, "image"),
     "txt_ids": split(-2, "text"),
 }
+BATCH = Batch("txt_ids", whole=("img_ids", "txt_ids"))  # models that get a batch of them use the first
 MASK = {"attention_mask": mask("text", "image")}
 FLUX = Plan(
     inputs={**INPUTS, "joint_attention_kwargs": MASK},
     blocks={"transformer_blocks": {}, "single_transformer_blocks": {}},
     gather={"proj_out": split(1, "image")},
     patches=patches("text", "image"),
+    batch=BATCH,
 )
 _CONTROLNET = {
     "controlnet_block_samples": split(1, "image"),
@@ -77,6 +79,7 @@ PLANS = {
         needed=("text", "reference"),
         unused=("*image_cond*",),
         patches=patches("text", "image", "reference", stages=False),
+        batch=BATCH,
     ),
     "ChromaTransformer2DModel": replace(
         FLUX,

@@ -4,7 +4,7 @@ Texts are split at the model's arguments, the image after its embedder. In tenso
 already shards, while the image is still whole.
 """
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Batch, Plan, split
 
 _ALL = ("image", "t5", "llama", "llama")
 _LOCAL_TEXT = split(1, *_ALL, local=("t5", "llama"))
@@ -19,6 +19,7 @@ PLANS = {
         },
         attention={"block.attn1": _ALL},
         gather={"final_layer": split(1, "image")},
+        batch=Batch("encoder_hidden_states_llama3", dims={"encoder_hidden_states_llama3": 1}),  # [layers, b, s, c]
         unused=("*.experts.*", "*.gate.*"),  # experts that no token selects; in eval mode all of them
     ),
 }

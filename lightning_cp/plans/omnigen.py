@@ -1,6 +1,6 @@
 """OmniGen: one modality of text, input images, time and image, with a full mask (text causal, images bidirectional)."""
 
-from lightning_cp.plans.plan import Plan, mask, patches, split
+from lightning_cp.plans.plan import Batch, Plan, mask, patches, split
 
 PLANS = {
     "OmniGenTransformer2DModel": Plan(
@@ -14,5 +14,10 @@ PLANS = {
         gather={"norm": split(1, "image")},
         unused=("embed_tokens.*", "patch_embedding.input_image_proj.*"),
         patches=patches("image"),
+        batch=Batch(
+            "input_image_sizes",
+            whole=("position_ids",),  # those of the first sample are used
+            images=("input_image_sizes", "input_img_latents"),
+        ),
     ),
 }

@@ -173,7 +173,7 @@ class Pad:
 
 @dataclass(frozen=True)
 class Patches:
-    """Settings of a model that is computed in patches of its tokens (`engine/patches.py`).
+    """Settings of a model that is computed in patches of its tokens (`pipelines/pipefusion`).
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
@@ -202,6 +202,25 @@ class Patches:
 def patches(*order: str, **others: Any) -> Patches:
     """Short form of `Patches(order, …)`."""
     return Patches(order, **others)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of a model's forward that do not simply hold the samples of a batch in dim 0.
+
+    Attributes:
+        marker: an argument by which a call is recognised: only models that have the same `Batch` have it.
+        whole: arguments that are the same for all samples, or of which the model uses those of the first sample.
+        dims: the batch dim of tensors, if it is not 0.
+        images: an argument with entries by the index of the sample, and one with a list of that many tensors for each.
+        single: if the model has no batch dim: the reason why samples cannot be divided.
+    """
+
+    marker: str
+    whole: tuple[str, ...] = ()
+    dims: Mapping[str, int] = field(default_factory=dict)
+    images: tuple[str, str] | None = None
+    single: str = ""
 
 
 @dataclass(frozen=True)
@@ -242,6 +261,7 @@ class Plan:
             kept. All ranks must compute these forwards, so they are refused with `cfg`, stages or patches.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
         patches: settings for computation in patches; None: the model does not support it.
+        batch: arguments that hold samples in an unusual way; None: there are none.
         variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
     """
 
@@ -264,6 +284,7 @@ class Plan:
     keeps_keys: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     patches: Patches | None = None
+    batch: Batch | None = None
     variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)
 
     def variant_for(self, config: object) -> Plan | str:

@@ -5,7 +5,7 @@ a second stack of blocks over control tokens, as many as the video has. The face
 frame, so it runs on the whole video.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, Whole, patches, split
+from lightning_cp.plans.plan import LOCAL, Batch, Plan, Whole, patches, split
 
 _TOKENS = {"hidden_states": split(1, "image"), "rotary_emb": split(1, "image")}
 _ATTENTION = {"attn1": ("image",), "attn2": LOCAL}
@@ -28,6 +28,7 @@ PLANS = {
         attention=_ATTENTION,
         gather=_OUTPUT,
         patches=patches("image", stages=False, once=_EMBEDDERS),
+        batch=Batch("control_hidden_states_scale", whole=("control_hidden_states_scale",)),  # one for each layer
     ),
     "WanAnimateTransformer3DModel": Plan(
         blocks={"blocks": _TOKENS},

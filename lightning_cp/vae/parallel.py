@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import replace
-from lightning_cp.patching import Undo, intercept_method, set_attribute, undo_all
+from lightning_cp.undoable import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
 from lightning_cp.vae.deferred import Batch, Rehearsal, resolve
 from lightning_cp.vae.rows import by_rows, reach_of

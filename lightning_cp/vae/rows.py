@@ -23,8 +23,8 @@ from lightning_cp.vae.statistics import group_norm_of_all_rows
 class RowShardedOps(TorchFunctionMode):
     """Torch function mode in which tensors [..., height, width] are shards of rows (of columns if `dim` is -1).
 
-    Functions that need more than one row are replaced; all others run unchanged on the local rows. Nothing is patched:
-    the mode is active in this thread and this `with` block only.
+    Functions that need more than one row are replaced; all others run unchanged on the local rows. The mode is
+    active in this thread and this `with` block only.
 
     Raises: NotImplementedError: a function that is not known to work on each row, or on channels and frames alone
         (`row_local`), and has no sharded version.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.attention.buffered import Buffer
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.mesh import SINGLE_RANK
 from lightning_cp.nest import replace
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_without_storage
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.key_buffers import Buffer
 from lightning_cp.plans import REGISTERED
 from tests.models import TINY
 
@@ -36,10 +36,9 @@ def _described(buffers: Iterable[Buffer]) -> Counter[tuple[Any, ...]]:
 def _filled(model: nn.Module, arguments: dict[str, Any]) -> list[Buffer]:
     """The buffers of an evaluation of the whole sequence."""
     installed = parallelize(model, ContextParallelConfig(), check_peers="off", groups=SINGLE_RANK)
-    assert installed.rules.patches is not None
-    evaluation = installed.session.evaluation = Evaluation(3, installed.rules.patches.order)
+    evaluation = PatchEvaluation.of(installed.session, 3)
     evaluation.begin(None)
-    with torch.no_grad():
+    with installed.session.evaluating(evaluation), torch.no_grad():
         model(**arguments)
     return evaluation.buffers
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import ShapeError
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argument, micro_batches
+from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.plans import REGISTERED
 from tests.models import TINY
 
@@ -36,7 +36,7 @@ def _floats(result: Any) -> list[Tensor]:
 )
 def test_micro_batches_give_the_result_of_the_whole_call(name: str) -> None:
     model, arguments = TINY[name].build(), {**TINY[name].arguments(), "return_dict": False}
-    whole, batches = _result(model, arguments), micro_batches(model, (), arguments, 4)
+    whole, batches = _result(model, arguments), divide_samples(model, (), arguments, 4)
     sizes = [len(main_argument(model, *batch)) for batch in batches]
     assert sizes == [1] * len(main_argument(model, (), arguments))
     assert (len(sizes) == 1) == (name in _ONE_SAMPLE)
@@ -49,7 +49,7 @@ def test_micro_batches_give_the_result_of_the_whole_call(name: str) -> None:
 def test_five_samples_in_three_batches_of_a_form() -> None:
     model, arguments = TINY["flux"].build(), TINY["flux"].arguments()
     five = {k: torch.cat([x, x, x[:1] * 2]) if x.ndim and len(x) == 2 else x for k, x in arguments.items()}
-    batches = micro_batches(model, (), five, 3)
+    batches = divide_samples(model, (), five, 3)
     assert [len(batch["hidden_states"]) for _, batch in batches] == [2, 2, 1]
     whole, joined = _result(model, five), join_samples([_result(model, x) for _, x in batches], [2, 2, 1])
     assert type(joined) is type(whole)
@@ -60,7 +60,7 @@ def test_positions_are_the_same_for_all_samples() -> None:
     model = TINY["flux"].build()
     divided = {"hidden_states": torch.zeros(3, 5, 4), "timestep": torch.zeros(3), "indices_history": torch.zeros(3, 2)}
     whole = {"txt_ids": torch.zeros(3, 3), "indices_clean": torch.zeros(3), "visual_rope_pos": [torch.zeros(3)] * 3}
-    for _, batch in micro_batches(model, (), divided | whole, 3):
+    for _, batch in divide_samples(model, (), divided | whole, 3):
         assert {name: len(batch[name]) for name in divided} == dict.fromkeys(divided, 1)
         assert {name: len(batch[name]) for name in whole} == dict.fromkeys(whole, 3)
         assert all(len(x) == 3 for x in batch["visual_rope_pos"])

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.installed import Installed, installed_on
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
-from lightning_cp.patching import undo_all
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.plans import REGISTERED
+from lightning_cp.undoable import undo_all
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
@@ -47,18 +47,19 @@ def _outputs(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
 
 def _in_patches(model: nn.Module, arguments: dict[str, Any], patches: int, order: tuple[str, ...]) -> list[Tensor]:
     """Evaluate the whole sequence, then the patches; return the outputs of the patches."""
-    return _evaluated(model, arguments, Evaluation(patches, order))
+    installed = installed_on(model)
+    assert installed is not None
+    return _evaluated(model, arguments, PatchEvaluation(installed.session, patches, order))
 
 
-def _evaluated(model: nn.Module, arguments: dict[str, Any], evaluation: Evaluation) -> list[Tensor]:
+def _evaluated(model: nn.Module, arguments: dict[str, Any], evaluation: PatchEvaluation) -> list[Tensor]:
     installed = installed_on(model)
     assert installed is not None
     undo = run_once(installed)
-    installed.session.evaluation = evaluation
-    for patch in (None, *range(evaluation.patches)):
-        evaluation.begin(patch)
-        found = _outputs(model, arguments)
-    installed.session.evaluation = None
+    with installed.session.evaluating(evaluation):
+        for patch in (None, *range(evaluation.patches)):
+            evaluation.begin(patch)
+            found = _outputs(model, arguments)
     undo_all(undo)
     return found
 
@@ -117,7 +118,7 @@ def test_modules_before_the_blocks_run_once_for_all_patches(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
     installed = installed_on(model)
     assert installed is not None
-    evaluation = Evaluation(3, _order(model))
+    evaluation = PatchEvaluation.of(installed.session, 3)
     with _counts(model, installed) as plain:
         _outputs(model, arguments)
     with _counts(model, installed) as counts:
@@ -166,9 +167,9 @@ def test_a_patch_before_the_whole_sequence_raises() -> None:
     model, arguments, _ = _parallel("flux", ContextParallelConfig())
     installed = installed_on(model)
     assert installed is not None
-    installed.session.evaluation = Evaluation(2, _order(model))
-    installed.session.evaluation.begin(0)
-    with pytest.raises(ShapeError, match="before the whole sequence"):
+    evaluation = PatchEvaluation.of(installed.session, 2)
+    evaluation.begin(0)
+    with installed.session.evaluating(evaluation), pytest.raises(ShapeError, match="before the whole sequence"):
         _outputs(model, arguments)
 
 

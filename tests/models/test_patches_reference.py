@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.installed import installed_on
-from lightning_cp.engine.patches import Evaluation
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from tests.models import TINY
 
 PATCHES, STEPS = 3, 4
@@ -95,12 +95,13 @@ def _ours(model: nn.Module, arguments: dict[str, Any], order: tuple[str, ...]) -
     apply_context_parallel(model, ContextParallelConfig())
     installed = installed_on(model)
     assert installed is not None
-    evaluation = installed.session.evaluation = Evaluation(PATCHES, order)
+    evaluation = PatchEvaluation(installed.session, PATCHES, order)
     x, found = arguments["hidden_states"], []
     for step in range(STEPS):
         for patch in (None,) if step == 0 else range(PATCHES):
             evaluation.begin(patch)
-            out = _run(model, {**arguments, "hidden_states": x})
+            with installed.session.evaluating(evaluation):
+                out = _run(model, {**arguments, "hidden_states": x})
         x = x - 0.3 * out
         found.append(x)
     return found

@@ -21,7 +21,7 @@ LAYERS = (
         "sample_groups",
         "compat",
         "compiler_options",
-        "patching",
+        "undoable",
         "nest",
     },
     {"comm", "kernels"},

@@ -23,8 +23,8 @@ from lightning_cp.finetune.media import find_sources
 from lightning_cp.finetune.objectives import objective_for
 from lightning_cp.finetune.precompute import Loader, encode_captions, encode_sources
 from lightning_cp.launch.scratch import temporary_folder
-from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines.placement.encoders import components_on
+from lightning_cp.undoable import intercept_method
 
 _WARM_UPS = 2
 

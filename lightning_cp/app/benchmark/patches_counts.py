@@ -21,11 +21,11 @@ from lightning_cp.comm.shards import shard_range
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it
@@ -85,8 +85,8 @@ def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) 
     def after_block(index: int, output: object) -> None:
         outputs[index] += _bytes(tensors(output))
 
-    evaluation = installed.session.evaluation = Evaluation(patches, installed.rules.patches.order)
-    with torch.no_grad():
+    evaluation = PatchEvaluation.of(installed.session, patches)
+    with installed.session.evaluating(evaluation), torch.no_grad():
         evaluation.begin(None)
         model(**arguments)
         for index, block in enumerate(blocks):

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw_panels, load_digits, psnr
 from lightning_cp.app.sampling.recognise import recognise_digits
-from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
+from lightning_cp.undoable import intercept_calls, undo_all
 
 PATCHES = (2, 4, 8)
 WARMUP = (1, 2, 4)

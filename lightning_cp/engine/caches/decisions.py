@@ -15,7 +15,7 @@ from lightning_cp.comm.transforms import uncompiled
 from lightning_cp.engine.caches.watched import WatchedHook
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import ShapeError
-from lightning_cp.patching import Undo, set_attribute
+from lightning_cp.undoable import Undo, set_attribute
 
 
 def sums_over_ranks(session: Session, *values: Tensor) -> list[float]:

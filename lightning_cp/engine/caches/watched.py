@@ -9,7 +9,7 @@ from lightning_cp.engine.caches.table import Cache
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import ShapeError
-from lightning_cp.patching import Undo, undo_all
+from lightning_cp.undoable import Undo, undo_all
 
 _Lengths = tuple[tuple[str, int], ...]  # global number of tokens of each modality
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Components, Family, Media
-from lightning_cp.patching import Around, intercept_method, set_attribute, undo_all
+from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
 @dataclass

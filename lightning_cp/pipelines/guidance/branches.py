@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_cp.comm.shards import shard_range
+from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
@@ -23,9 +23,9 @@ from lightning_cp.engine.hook_base import refuse
 from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, is_repeated, samples_of_branch
+from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, is_repeated
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, held_tensors, resolve_all
-from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argument, select_from_call
+from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors, key_of
 from lightning_cp.sample_groups import SampleGroups
 
@@ -74,9 +74,7 @@ class BranchCalls:
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
         self._share_samples(installed, len(main))
-        own_args, own_kwargs = select_from_call(
-            module, args, kwargs, len(main), samples_of_branch(main, self.ranks), of_lists=not isinstance(main, Tensor)
-        )
+        own_args, own_kwargs = divide_samples(module, args, kwargs, self.ranks.cfg)[self.ranks.cfg_rank]
         with cfg_rows(module, self.ranks):
             return cfg_merge(compute(*own_args, **own_kwargs), self.ranks, like=main)
 
@@ -104,14 +102,9 @@ class BranchCalls:
         if not self.repeats[key]:
             return compute(args, kwargs, None)
         self._share_samples(installed, len(main))
-        shares = [shard_range(len(main), self.ranks.cfg, branch) for branch in range(self.ranks.cfg)]
-        results = []
-        for branch, share in enumerate(shares):
-            chosen, of_lists = slice(share.start, share.stop), not isinstance(main, Tensor)
-            results.append(
-                compute(*select_from_call(module, args, kwargs, len(main), chosen, of_lists=of_lists), branch)
-            )
-        return join_samples(results, [len(share) for share in shares])
+        batches = divide_samples(module, args, kwargs, self.ranks.cfg)
+        results = [compute(*batch, branch) for branch, batch in enumerate(batches)]
+        return join_samples(results, shard_sizes(len(main), self.ranks.cfg))
 
     def use(self, ranks: SampleGroups) -> None:
         """Distribute the following calls over other groups."""
@@ -133,12 +126,12 @@ class BranchCalls:
     def _refuse_arguments(self, installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse gradients (GuidanceError), tangents (NotImplementedError) and kept keys (ShapeError)."""
         module = installed.module
-        if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
+        if needs_gradients(module, (args, kwargs)):
             raise GuidanceError(
                 f"cfg={self.ranks.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
                 "enabled: use torch.no_grad(), or cfg=1"
             )
-        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
+        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *of_type(Tensor, (args, kwargs)))
         refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
 
     def _share_samples(self, installed: Installed, samples: int) -> None:
@@ -274,5 +267,6 @@ def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(value, (int, float)) and value > 0 for value in begins)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return list(of_type(Tensor, values))
+def needs_gradients(module: nn.Module, values: Any) -> bool:
+    """Return True if gradients are enabled, and a weight or a tensor in `values` requires one."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *of_type(Tensor, values)))

@@ -31,18 +31,13 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
         ranks: result of `sampling_ranks`.
         like: tensor with n samples, or list of n entries (lists of n entries are then split too). None: the first
             tensor in `values`.
-    Raises: ShapeError: fewer samples than branches; a class without batch dim (Cosmos 3).
+    Raises: ShapeError: fewer samples than branches; a class without batch dim.
     """
     like = next(of_type(Tensor, values)) if like is None else like
-    return select_samples(values, len(like), samples_of_branch(like, ranks), of_lists=isinstance(like, (list, tuple)))
-
-
-def samples_of_branch(like: Any, ranks: SampleGroups) -> slice:
-    """Return this rank's samples of a batch (tensor or list). Raises: ShapeError: fewer samples than branches."""
     if len(like) < ranks.cfg:
         raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
-    share = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return slice(share.start, share.stop)
+    own = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return select_samples(values, len(like), slice(own.start, own.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
@@ -101,18 +96,14 @@ def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
     installed = installed_on(unwrapped(module))
     if installed is None:
         raise PlanError(f"{type(module).__name__} is not context-parallel: call apply_context_parallel first")
-    session = installed.session
-    before, session.batch_groups = session.batch_groups, ranks.sample
-    try:
+    with installed.session.sharing_batch(ranks.sample):
         yield
-    finally:
-        session.batch_groups = before
 
 
 def is_repeated(main: Any) -> bool:
     """Return True if latents (a tensor, or a list of one tensor per sample) are 2 to 4 equal copies, as with CFG."""
     if isinstance(main, Tensor):
-        size = main.shape[0] if main.is_floating_point() and main.ndim > 1 else 0  # Cosmos 3: ids of text, no batch
+        size = main.shape[0] if main.is_floating_point() and main.ndim > 1 else 0  # ids of text have no batch
     elif isinstance(main, (list, tuple)) and all(isinstance(x, Tensor) for x in main):
         size = len(main)
     else:

@@ -1,7 +1,7 @@
 """ControlNets of a pipeline: computed by all ranks that share a sample, each with its shard of the tokens.
 
-A pipeline may use a ControlNet's residuals for several branches of guidance (Flux, QwenImage), so every rank needs
-them. Therefore these calls are not assigned to branches: all ranks of a sample divide the tokens, as for autoencoders.
+A pipeline may use a ControlNet's residuals for several branches of guidance, so every rank needs them. Therefore these
+calls are not assigned to branches: all ranks of a sample divide the tokens, as for autoencoders.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
+from lightning_cp.engine.apply import Installed
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.patching import Around, Undo, intercept_calls
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchCalls
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.plans import plan_for
 from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.undoable import Around
 
 _FOLDER = "diffusers.models.controlnets."
 
@@ -49,33 +49,9 @@ def groups_of_all(config: ContextParallelConfig, ranks: SampleGroups) -> tuple[C
     return replace(config, ring_degree=ranks.sample.context_size, ulysses_degree=1, mesh=None), ranks.sample
 
 
-def parallelize_controlnets(
-    found: Mapping[str, nn.Module],
-    config: ContextParallelConfig,
-    calls: BranchCalls,
-    votes: Votes,
-    undo: list[Undo],
-    **settings: Any,
-) -> dict[str, Installed]:
-    """Make ControlNets parallel, and make ranks vote before each of their calls.
+def after_vote(calls: BranchCalls, votes: Votes, installed: Installed) -> Around:
+    """Wrap a ControlNet's calls: ranks vote before each of them."""
 
-    Args:
-        found: result of `controlnets_of`.
-        calls: the pipeline's calls, with its groups.
-        undo: list to which the functions that restore them are added.
-        settings: further arguments of `parallelize`.
-    Raises: PlanError: a plan does not fit.
-    """
-    installed = {}
-    own_config, groups = groups_of_all(config, calls.ranks)
-    for name, module in found.items():
-        installed[name] = parallelize(module, own_config, groups=groups, **settings)
-        undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        undo.append(intercept_calls(module, _after_vote(calls, votes, installed[name])))
-    return installed
-
-
-def _after_vote(calls: BranchCalls, votes: Votes, installed: Installed) -> Around:
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not calls.is_active:  # outside of the pipeline's calls the RNG is not synchronised
             installed.session.peers.compare_next_in_full()

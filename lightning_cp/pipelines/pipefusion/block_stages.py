@@ -24,9 +24,9 @@ from lightning_cp.engine.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import of_type
-from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError, StageLinks, zeros
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors
+from lightning_cp.undoable import Undo, intercept_calls
 
 
 def blocks_of(installed: Installed) -> list[str]:
@@ -113,7 +113,7 @@ class BlockStage:
                     return result
                 raise self._skipped()
         except _StageDone:
-            self.installed.session.succeeded = True  # on this stage
+            self.installed.session.note_success()  # on this stage
             return None
         except Exception as error:
             self.error = error

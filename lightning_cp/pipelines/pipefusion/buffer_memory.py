@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.attention.buffered import Buffer, KeyBuffer
 from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import fake_tensors
@@ -22,15 +21,16 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.meta import default_dtype
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError
 from lightning_cp.launch.machine import free_memory_bytes
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups
 from lightning_cp.nest import of_type, replace
-from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.key_buffers import Buffer, KeyBuffer
 from lightning_cp.pipelines.result_layout import forget_oldest, key_of
+from lightning_cp.undoable import intercept_calls, undo_all
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str,
 
     Of blocks with weights and arguments of the same shapes, only the first is computed, so the output has no meaning.
     """
-    plan, session = installed.rules.patches, installed.session
-    assert plan is not None, "parallelize_pipeline refuses other classes"
-    evaluation = Evaluation(patches, plan.order)
+    evaluation = PatchEvaluation.of(installed.session, patches)
     computed: dict[Hashable, tuple[Any, list[Buffer]]] = {}
     by_block: list[list[Buffer]] = []
 
@@ -70,13 +68,11 @@ def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str,
 
     blocks = [submodule(installed.module, path) for path in blocks_of(installed)]
     undo = [intercept_calls(block, partial(around, block)) for block in blocks]
-    session.evaluation = evaluation
+    evaluation.begin(None)
     try:
-        evaluation.begin(None)
-        with torch.no_grad():
+        with installed.session.evaluating(evaluation), torch.no_grad():
             installed.module(*args, **kwargs)
     finally:
-        session.evaluation = None
         undo_all(undo)
     of_blocks = {id(buffer) for buffers in by_block for buffer in buffers}
     others = [buffer for buffer in evaluation.buffers if buffer.tensors and id(buffer) not in of_blocks]

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.patches import Evaluation
-from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.guidance.step_clock import StepClock
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.undoable import Undo, intercept_method
 
 
 @dataclass(eq=False)
 class PatchBranch:
     """State of one branch of guidance: its buffers, the CFG rank that computes it, and its number of evaluations."""
 
-    evaluation: Evaluation
+    evaluation: PatchEvaluation
     owner: int = 0
     done: int = 0
 
@@ -30,7 +30,7 @@ class PatchBranches:
         patches: number of patches.
         clock: distinguishes branches without names.
         cfg: number of CFG branches that compute them.
-        experts: the branches of other transformers, if each transformer computes some of the steps (both of Wan): when
+        experts: the branches of other transformers, if each transformer computes some of the steps: when
             a branch of this one begins, their keys are no longer needed.
         is_guided: returns True if the pipeline says that its current call has two branches of guidance.
         known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each
@@ -85,11 +85,9 @@ class PatchBranches:
         is_pair = self.is_first and self.cfg == 1 and self._context == "cond" and self.is_guided()
         return 2 if is_pair else 1
 
-    def new_evaluation(self) -> Evaluation:
+    def new_evaluation(self) -> PatchEvaluation:
         """Return an evaluation with empty buffers."""
-        plan = self.installed.rules.patches
-        assert plan is not None, "parallelize_pipeline refuses other classes"
-        return Evaluation(self.patches, plan.order)
+        return PatchEvaluation.of(self.installed.session, self.patches)
 
     def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = args[0] if args else kwargs.get("name")

@@ -6,7 +6,6 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +15,22 @@ import torch
 from torch import Tensor
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.patches import Evaluation
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
-from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import refuse_kept_keys
+from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import held_tensors
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
 from lightning_cp.pipelines.pipefusion.run_once import run_once
-from lightning_cp.pipelines.pipefusion.samples import join_samples, main_argument, micro_batches
+from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.result_layout import key_of
+from lightning_cp.undoable import Undo, intercept_calls
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 
@@ -129,8 +128,11 @@ class PatchCalls:
         given = (args, kwargs)
         args, kwargs = held_tensors(given)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
-        if torch.is_grad_enabled():
-            self._refuse_gradients(args, kwargs)
+        if needs_gradients(self.installed.module, (args, kwargs)):
+            raise PlanError(
+                f"patches and stages of blocks are for sampling only, but {type(self.installed.module).__name__} is "
+                "called with gradients enabled: use torch.no_grad()"
+            )
         key = self._key(args, kwargs)
         branch = self.branches.current(owner)
         is_own = self.results is None or branch.owner == self.results.transfers.branch
@@ -175,18 +177,9 @@ class PatchCalls:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
         plan = self.installed.rules.patches
         assert plan is not None, "parallelize_pipeline refuses other classes"
-        given = arguments_by_name(inspect.signature(type(self.installed.module).forward), args, kwargs)
+        given = arguments_by_name(self.installed.signature, args, kwargs)
         masks = of_type(torch.Tensor, [given.get(name) for name in plan.masks])
         return key_of((args, kwargs)), tuple(tuple(mask.sum(-1).flatten().tolist()) for mask in masks)
-
-    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: PlanError: a weight or an argument requires a gradient."""
-        module = self.installed.module
-        if any(x.requires_grad for x in of_type(torch.Tensor, (list(module.parameters()), args, kwargs))):
-            raise PlanError(
-                f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
-                "gradients enabled: use torch.no_grad()"
-            )
 
     def _forwards(self, branch: PatchBranch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
         """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
@@ -194,7 +187,7 @@ class PatchCalls:
             assert self.stage is not None, "there are stages or patches"
             plan = self.installed.rules.patches
             most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
-            batches = micro_batches(self.installed.module, args, kwargs, most)
+            batches = divide_samples(self.installed.module, args, kwargs, most)
             return [_Forward(*batch, None, (self._key(*batch), i)) for i, batch in enumerate(batches)]
         if branch.done < self.warmup:
             return [_Forward(args, kwargs, None, key)]
@@ -208,18 +201,16 @@ class PatchCalls:
 
     def _run_in(self, branch: PatchBranch, run: Callable[[], Any]) -> Any:
         """Run an evaluation of a branch, with its buffers. With one patch, no keys are kept."""
-        session = self.installed.session
-        session.evaluation = branch.evaluation if self.patches > 1 else None
         try:
-            return run()
+            with self.installed.session.evaluating(branch.evaluation if self.patches > 1 else None):
+                return run()
         finally:
-            session.evaluation = None
             branch.evaluation.end()
             branch.done += 1
 
     def _run(self, compute: Callable[..., Any], forwards: list[_Forward]) -> Any:
         """Run the forwards of a call, all blocks on this rank."""
-        output, evaluation = None, self.installed.session.evaluation
+        output, evaluation = None, current_evaluation(self.installed.session)
         for forward in forwards:
             if evaluation is not None:
                 evaluation.begin(forward.patch)
@@ -228,7 +219,7 @@ class PatchCalls:
 
     def _run_stage(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any, owner: int) -> Any:
         """Run this stage of the forwards of a call. So all stages have work at the same time."""
-        stage, results, evaluation = self.stage, self.results, self.installed.session.evaluation
+        stage, results, evaluation = self.stage, self.results, current_evaluation(self.installed.session)
         assert stage is not None, "the caller checks it"
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
@@ -254,7 +245,7 @@ class PatchCalls:
         return results.finish(result, output, samples)
 
     def _compute_start(
-        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: Evaluation, number: int
+        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: PatchEvaluation, number: int
     ) -> list[Tensor] | None:
         """Run a forward without the blocks, with zeros in place of their outputs.
 
@@ -264,19 +255,14 @@ class PatchCalls:
         """
         session, forward, stage = self.installed.session, forwards[number], self.stage
         assert stage is not None, "the steps of a single stage do not overlap"
-        before, peers = session.evaluation, session.peers
         if forward.patch is not None:
-            session.evaluation = evaluation
             evaluation.begin(forward.patch)
-        session.peers = peers.of_one_rank()
-        try:
+        with session.evaluating(None if forward.patch is None else evaluation, peers=session.peers.of_one_rank()):
             return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
-        finally:
-            session.evaluation, session.peers = before, peers
 
     def _first_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
-        evaluation = self.installed.session.evaluation
+        evaluation = current_evaluation(self.installed.session)
         before = 0 if evaluation is None else len(evaluation.buffers)
         result = call(*args, **kwargs)
         if evaluation is not None:

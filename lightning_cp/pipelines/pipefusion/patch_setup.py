@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError
@@ -84,12 +83,3 @@ def refuse_caches(installed: Installed) -> None:
             "caches expect one forward for each step, over all blocks: call disable_cache(), or leave out pipe and "
             "patches"
         )
-
-
-def check_patches(pipe: object, patches: object, warmup: object) -> int:
-    """Check the settings. Returns: the number of stages. Raises: TypeError, ValueError: naming the setting."""
-    stages = check_degree("pipe", len(pipe) if isinstance(pipe, (list, tuple)) else pipe, default=1)
-    if check_degree("patches", patches, default=1) == 1 and warmup != 1:
-        raise ValueError(f"warmup={warmup} has no meaning with patches=1, which is exact: leave it out")
-    check_degree("warmup", warmup, default=1)
-    return stages

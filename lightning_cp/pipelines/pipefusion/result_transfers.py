@@ -24,7 +24,7 @@ from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_
 from lightning_cp.pipelines.pipefusion.stage_links import check_same, receive_object, send_object
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors
 
-_MOST_BYTES = 2**27  # of all positions: 39 MB for a video of Wan at 720p
+_MOST_BYTES = 2**27  # of all positions: 39 MB for a video of 81 frames at 720p
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class ResultTransfers:
         return self._pieces.get((id(stage), key), [])
 
     def forget_oldest(self) -> None:
-        """Forget the shapes and positions of the oldest results. Ranks: see `forms.forget_oldest`."""
+        """Forget the shapes and positions of the oldest results. Ranks: see `result_layout.forget_oldest`."""
         forget_oldest(self._forms)
         self._pieces = {key: pieces for key, pieces in self._pieces.items() if key in self._forms}  # `put` needs both
         sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]

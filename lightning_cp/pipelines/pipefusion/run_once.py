@@ -10,7 +10,8 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Undo, intercept_calls
+from lightning_cp.pipelines.pipefusion.evaluation import current_evaluation
+from lightning_cp.undoable import Undo, intercept_calls
 
 
 def run_once(installed: Installed) -> list[Undo]:
@@ -31,6 +32,5 @@ def _paths(installed: Installed, pattern: str) -> list[str]:
 
 
 def _once(session: Session, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if session.evaluation is None:
-        return call(*args, **kwargs)
-    return session.evaluation.once(path, partial(call, *args, **kwargs))
+    evaluation, compute = current_evaluation(session), partial(call, *args, **kwargs)
+    return compute() if evaluation is None else evaluation.once(path, compute)

@@ -13,28 +13,20 @@ from torch import Tensor, nn
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import ShapeError
 from lightning_cp.nest import of_type
+from lightning_cp.plans import REGISTERED
+from lightning_cp.plans.plan import Batch
 
-_BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 # Positions of tokens are the same for all samples, and their number may be the batch size. Some models get a batch of
 # them, with at least this many dims.
 _ROTARY = ("image_rotary_emb", "rope_interpolation_scale", "rotary_embedding", "scale_factor", "video_rotary_emb")
 _MIN_DIMS = dict.fromkeys((*_ROTARY, "image_cond_ids", "text_rope_pos", "visual_rope_pos"), 3)
 _INDICES = "indices_"  # names of positions of frames: [frames] or [b, frames]
-_FOLDED = "encoder_attention_mask"  # Latte: [b x frames, 1, s], frames innermost
-# Arguments that are the same for all samples, by an argument that only their classes have.
-_WHOLE = {
-    "txt_ids": ("img_ids", "txt_ids"),  # models that get a batch of them use the first
-    "control_hidden_states_scale": ("control_hidden_states_scale",),  # WanVACE: one number for each layer
-    "input_image_sizes": ("position_ids",),  # OmniGen uses those of the first sample
-    "token_tags": (  # MiniMax H3: one layout of the packed tokens for all samples
-        *("timestep", "timestep_indices", "token_tags", "position_ids"),
-        *("video_indices", "audio_indices", "text_indices"),
-    ),
-}
+_FOLDED = "encoder_attention_mask"  # [b, ...], or [b x frames, 1, s], frames innermost
+_PLAIN = Batch("")
+_BATCHES = {plan.batch.marker: plan.batch for plan in REGISTERED.values() if plan.batch is not None}
 # Arguments with one entry per sample, and their number of dims. In one process, other numbers of samples are an error,
-# but one text for all samples is not (Flux adds the pooled text, and multiplies the other, with one for each sample).
+# but one text for all samples is not: models add it to each sample.
 _TEXTS = {"encoder_hidden_states": 3, "pooled_projections": 2}
-_ONE_SAMPLE = "text_indexes"  # Cosmos 3 has no batch dim
 
 
 def main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,12 +69,12 @@ def select_samples(value: Any, size: int, chosen: slice, *, of_lists: bool, dim:
 
 
 def _select_by_name(value: dict[str, Any], size: int, chosen: slice, *, of_lists: bool) -> dict[str, Any]:
-    if _ONE_SAMPLE in value:
-        raise ShapeError("Cosmos 3 computes one sample at a time: call the transformer once per branch of guidance")
-    whole = {name for marker, names in _WHOLE.items() if marker in value for name in names}
+    batch = next((_BATCHES[name] for name in value if name in _BATCHES), _PLAIN)
+    if batch.single:
+        raise ShapeError(f"{batch.single}: call the transformer once per branch of guidance")
     selected: dict[str, Any] = {}
     for name, x in value.items():
-        is_text = name not in whole and isinstance(x, Tensor) and x.ndim == _TEXTS.get(name)
+        is_text = name not in batch.whole and isinstance(x, Tensor) and x.ndim == _TEXTS.get(name)
         if is_text and len(x) not in (1, size):
             raise ShapeError(
                 f"{name} has {len(x)} samples and the latents have {size} (branches of guidance count): they must be "
@@ -93,23 +85,26 @@ def _select_by_name(value: dict[str, Any], size: int, chosen: slice, *, of_lists
             per_sample = max(1, len(x) // size)
         selected[name] = (
             x
-            if name in whole
+            if name in batch.whole
             else select_samples(
                 x,
                 size * per_sample,
                 slice(chosen.start * per_sample, chosen.stop * per_sample),
                 of_lists=of_lists,
-                dim=_BATCH_DIMS.get(name, 0),
+                dim=batch.dims.get(name, 0),
                 min_dims=_MIN_DIMS.get(name, 2 if str(name).startswith(_INDICES) else 1),
             )
         )
-    if isinstance(value.get("input_image_sizes"), dict):
-        selected |= _images_of(value["input_image_sizes"], value.get("input_img_latents") or [], chosen)
+    if batch.images is not None and isinstance(value.get(batch.images[0]), dict):
+        sizes, latents = value[batch.images[0]], value.get(batch.images[1]) or []
+        selected |= zip(batch.images, _images_of(sizes, latents, chosen), strict=True)
     return selected
 
 
-def _images_of(sizes: dict[int, list[Any]], latents: list[Tensor], chosen: slice) -> dict[str, Any]:
-    """Return OmniGen's input images of some of the samples.
+def _images_of(
+    sizes: dict[int, list[Any]], latents: list[Tensor], chosen: slice
+) -> tuple[dict[int, list[Any]], list[Tensor]]:
+    """Return the input images of some of the samples.
 
     Args:
         sizes: positions in the text of each image, by index of the sample.
@@ -121,7 +116,7 @@ def _images_of(sizes: dict[int, list[Any]], latents: list[Tensor], chosen: slice
             kept_sizes[sample - chosen.start] = places
             kept += latents[first : first + len(places)]
         first += len(places)
-    return {"input_image_sizes": kept_sizes, "input_img_latents": kept}
+    return kept_sizes, kept
 
 
 def _describes_samples(value: list[Any]) -> bool:
@@ -129,7 +124,7 @@ def _describes_samples(value: list[Any]) -> bool:
     return all(isinstance(x, (str, list, tuple)) and not any(True for _ in of_type(Tensor, x)) for x in value)
 
 
-def micro_batches(
+def divide_samples(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], most: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Divide the samples of a transformer call into at most `most` calls with about equal numbers of samples."""

@@ -71,7 +71,7 @@ class StageLinks:
             self._incoming[key] = self._start_receive(key)
 
     def forget_oldest(self) -> None:
-        """Forget the oldest forms. Ranks: all stages, see `forms.forget_oldest`."""
+        """Forget the oldest forms. Ranks: all stages, see `result_layout.forget_oldest`."""
         forget_oldest(self.forms)
         forget_oldest(self.sent_forms)
 

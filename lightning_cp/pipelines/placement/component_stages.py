@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.errors import PlanError
 from lightning_cp.nest import of_type, replace
-from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.components import experts_of
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
 from lightning_cp.pipelines.placement.sharding import is_vae
+from lightning_cp.pipelines.settings import Placement
+from lightning_cp.undoable import Around, Undo, intercept_calls, intercept_method
 
-Setting = Literal["together", "offload", "release"]
 _HOST = torch.device("cpu")
 
 
@@ -49,13 +49,13 @@ class Stages:
         components: modules by name.
         stages: stage by component name. Components without an entry may be called at any time (a safety checker) and
             are never freed.
-        experts: transformers that compute different steps (both of Wan); "offload" keeps only one on the device.
+        experts: transformers that compute different steps; "offload" keeps only one on the device.
         current: current stage; None between calls.
         released: names of the components with freed weights.
     """
 
     pipeline: str
-    setting: Setting
+    setting: Placement
     device: torch.device
     components: Mapping[str, nn.Module]
     stages: Mapping[str, Stage]
@@ -142,11 +142,9 @@ class Stages:
 
 
 def make_stages(
-    pipe: Any, setting: Setting, components: Mapping[str, Any], transformers: Mapping[str, nn.Module], at: torch.device
+    pipe: Any, setting: Placement, components: Mapping[str, Any], found: Mapping[str, nn.Module], at: torch.device
 ) -> Stages | None:
-    """Return the stages of a pipeline; None for the setting "together". Raises: ValueError: an invalid setting."""
-    if setting not in get_args(Setting):
-        raise ValueError(f"stages={setting!r} must be one of {', '.join(map(repr, get_args(Setting)))}")
+    """Return the stages of a pipeline; None for the setting "together". Args: found: the transformers."""
     if setting == "together":
         return None
     modules: dict[str, nn.Module] = {}
@@ -154,9 +152,9 @@ def make_stages(
         if isinstance(module, nn.Module) and not any(module is other for other in modules.values()):
             modules[name] = module
     order = getattr(pipe, "model_cpu_offload_seq", None)
-    stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
+    stages = {name: _stage_of(name, module, found, order) for name, module in modules.items()}
     known = {name: stage for name, stage in stages.items() if stage is not None}
-    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, transformers))
+    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, found))
 
 
 def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:
@@ -177,7 +175,7 @@ def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module
     return Stage.DECODE if set(before) & transformers.keys() else Stage.ENCODE
 
 
-def follow_stages(stages: Stages, undo: list[Undo]) -> None:
+def follow_stages(stages: Stages) -> Iterator[Undo]:
     """Wrap the calls of every component so that they change the stage.
 
     Must be the outermost wrapper: a rank changes the stage also for a call that another rank computes.
@@ -185,15 +183,15 @@ def follow_stages(stages: Stages, undo: list[Undo]) -> None:
     for name, module in stages.components.items():
         stage = stages.stages.get(name)
         if stages.setting == "offload":
-            undo.append(_restore_device(module))
+            yield _restore_device(module)
         if stage is Stage.DENOISE:
-            undo.append(intercept_calls(module, _around(stages, name, stage)))
+            yield intercept_calls(module, _around(stages, name, stage))
         elif is_vae(module):
-            undo.append(intercept_method(module, "decode", _around(stages, name, Stage.DECODE)))
+            yield intercept_method(module, "decode", _around(stages, name, Stage.DECODE))
             if hasattr(module, "encode"):
-                undo.append(intercept_method(module, "encode", _around(stages, name, None)))
+                yield intercept_method(module, "encode", _around(stages, name, None))
         else:
-            undo.append(module.register_forward_pre_hook(_before(stages, name), prepend=True, with_kwargs=True).remove)
+            yield module.register_forward_pre_hook(_before(stages, name), prepend=True, with_kwargs=True).remove
 
 
 def _around(stages: Stages, name: str, stage: Stage | None) -> Around:

@@ -20,9 +20,9 @@ from lightning_cp.engine.caches import CACHES
 from lightning_cp.engine.caches.table import cache_of
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
 from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.undoable import intercept_calls, intercept_method
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
 _REFUSED = ("compile_repeated_blocks",)
@@ -123,7 +123,7 @@ def layers_to_shard(
         if isinstance(module, nn.Module) and any(isinstance(inner, FSDPModule) for inner in module.modules()):
             raise PlanError(f"{name} is already sharded (FSDP): load it unsharded, and set shard=[{name!r}]")
     found: dict[str, list[nn.Module]] = {}
-    for name in dict.fromkeys([names] if isinstance(names, str) else names):
+    for name in names:
         module = components.get(name)
         if not isinstance(module, nn.Module):
             names_of_modules = sorted(key for key, x in components.items() if isinstance(x, nn.Module))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_cp.patching import Undo, intercept_calls, undo_all
-from lightning_cp.pipelines.state import parallel_pipeline
+from lightning_cp.pipelines.state import state_of
+from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 
 @dataclass(eq=False)
@@ -33,11 +33,8 @@ class StageTimes:
 
     def watch(self, pipe: Any) -> Undo:
         """Start to measure the calls of a pipeline. Returns: a function to stop. Raises: ValueError: not parallel."""
-        installed = parallel_pipeline(pipe)
-        if installed is None:
-            raise ValueError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
-        undo = [intercept_calls(pipe, self._call)]
-        undo += [intercept_calls(pipe.components[name], self._step) for name in installed.transformers]
+        undo = [intercept_calls(pipe.components[name], self._step) for name in state_of(pipe).transformers]
+        undo.append(intercept_calls(pipe, self._call))
         return functools.partial(undo_all, undo)
 
     def _step(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

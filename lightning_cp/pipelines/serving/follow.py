@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.placement.sharding import rank_device
-from lightning_cp.pipelines.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.leader import Leader
 from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run
+from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.serving.requests import Requests
-from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.state import ParallelPipeline, state_of
 from lightning_cp.sample_groups import world_control
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
@@ -55,9 +55,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     Raises: PlanError: the pipeline is not parallel. PeerMismatchError: data groups have other components. On rank 0,
         what `loop` raises. CallFailedError: on the other ranks, if `loop` raises.
     """
-    state = parallel_pipeline(pipe)
-    if state is None:
-        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    state = state_of(pipe)
     rank, device = dist.get_rank() if dist.is_initialized() else 0, rank_device(state.ranks)
     groups = sorted(state.ranks.data_groups, key=lambda ranks: 0 not in ranks)  # rank 0's is the first
     groups[0] = tuple(sorted(groups[0]))  # rank 0 leads it, wherever it is in a mesh

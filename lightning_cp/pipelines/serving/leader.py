@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from lightning_cp.comm.agree import text_of
-from lightning_cp.pipelines.rank0_callbacks import CALLBACK, check_callback
 from lightning_cp.pipelines.serving.free_groups import FreeGroups
 from lightning_cp.pipelines.serving.local_group import Call, LocalGroup, Request, method_of
 from lightning_cp.pipelines.serving.plain_data import PlainData
+from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, check_callback
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
 

@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from lightning_cp.errors import CallCancelledError
-from lightning_cp.pipelines.rank0_callbacks import CALLBACK, unchanging
 from lightning_cp.pipelines.serving.plain_data import PlainData
+from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, unchanging
 from lightning_cp.pipelines.serving.requests import Requests
 from lightning_cp.pipelines.state import ParallelPipeline, use_degrees
 

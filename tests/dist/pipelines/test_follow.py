@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
-from lightning_cp.patching import intercept_calls
 from lightning_cp.pipelines import Leader, error_votes, follow, parallel_pipeline, use_degrees
+from lightning_cp.undoable import intercept_calls
 from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES

@@ -11,8 +11,8 @@ from diffusers import FirstBlockCacheConfig
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallFailedError, GuidanceError, PlanError, ShapeError
-from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.undoable import intercept_method
 from tests.dist.pipefusion import STEPS
 from tests.dist.pipefusion import error_of as _error
 from tests.dist.pipefusion import latents_of as _latents

@@ -15,7 +15,7 @@ from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.engine.peer_samples import constants_on, intervals
 from lightning_cp.errors import PlanError
-from lightning_cp.pipelines import apply
+from lightning_cp.pipelines import features as pipeline_features
 from lightning_cp.pipelines.placement import sharding
 from tests import features
 from tests.harness import RankPool
@@ -220,7 +220,7 @@ _DEVICE = torch.device("cpu", 0)  # in place of an accelerator: weights that are
 
 def _on_a_device(pipe: Any) -> None:
     """Has components, when they are moved to the host, lose their values until they are moved to `_DEVICE`."""
-    apply.rank_device = lambda ranks: _DEVICE  # type: ignore[assignment]
+    pipeline_features.rank_device = lambda ranks: _DEVICE  # type: ignore[assignment]
     for module in _modules(pipe).values():
         module.to = _Parked(module)  # type: ignore[assignment]
 
@@ -273,12 +273,12 @@ def _offloaded(
     pipe = _pipe(family, name)
     alone = _output(pipe, family, name, output_type="pt")
     found: dict[str, set[tuple[str, ...]]] = {}
-    real = apply.rank_device
+    real = pipeline_features.rank_device
     _on_a_device(pipe)
     try:
         parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, stages="offload", vae=True)
     finally:
-        apply.rank_device = real
+        pipeline_features.rank_device = real
     _watch(pipe, lambda stage: found.setdefault(stage, set()).add(_present(pipe)))
     assert not _present(pipe)
     assert pipe.device == pipe._execution_device == _DEVICE

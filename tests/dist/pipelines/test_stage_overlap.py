@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PeerMismatchError
-from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.undoable import intercept_calls, intercept_method
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -65,11 +67,25 @@ def test_a_family_is_a_short_file_of_data(file: Path) -> None:
         assert "lambda" not in text
 
 
-def test_no_file_of_the_engine_knows_a_models_name() -> None:
+@pytest.mark.parametrize("folder", ["engine", "pipelines"])
+def test_no_file_of_the_engine_or_of_pipelines_knows_a_models_name(folder: str) -> None:
     names = {name.removesuffix("Model").removesuffix("2D").removesuffix("3D") for name in REGISTERED}
-    for file in (_FOLDER.parent / "engine").glob("*.py"):
+    if folder == "pipelines":  # nor that of a family
+        names |= {"AuraFlow", "Cosmos", "Flux", "HiDream", "Hunyuan", "LTX", "Latte", "Lumina", "MiniMax", "OmniGen"}
+        names |= {"PixArt", "Qwen", "SD3", "Sana", "Wan"}
+    for file in (_FOLDER.parent / folder).rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        assert not [name for name in names if name in text], file.name
+        assert not [name for name in names if re.search(rf"\b{name}(?![a-z])", text)], file.name
+
+
+def test_all_classes_with_the_argument_that_marks_a_batch_have_this_batch() -> None:
+    """Calls are recognised by this argument."""
+    plans = {kind: plan for kind in _classes().values() if (plan := registered_plan(kind)) is not None}
+    markers = {plan.batch.marker: plan.batch for plan in plans.values() if plan.batch is not None}
+    assert len(markers) == 6
+    for kind, plan in plans.items():
+        arguments: Any = inspect.signature(getattr(kind, "forward")).parameters  # noqa: B009
+        assert [markers[name] for name in arguments if name in markers] == [plan.batch] * (plan.batch is not None), kind
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_cp import ContextParallelConfig
 from lightning_cp.app.benchmark.patches_counts import Counts, Size, count, table
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.engine.patches import Evaluation
+from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 
 
 def _flux() -> tuple[nn.Module, dict[str, Any], Size]:
@@ -63,10 +63,9 @@ def test_counts_are_those_of_the_formulas_and_of_a_real_evaluation(made: Any) ->
 
     model, arguments, _ = made()
     installed = parallelize(model, ContextParallelConfig(), check_peers="off")
-    assert installed.rules.patches is not None
-    evaluation = installed.session.evaluation = Evaluation(3, installed.rules.patches.order)
+    evaluation = PatchEvaluation.of(installed.session, 3)
     evaluation.begin(None)
-    with torch.no_grad():
+    with installed.session.evaluating(evaluation), torch.no_grad():
         model(**_in_bfloat16(arguments))
     assert sum(x.nbytes for buffer in evaluation.buffers for x in buffer.tensors) == sum(counts.buffers)
 

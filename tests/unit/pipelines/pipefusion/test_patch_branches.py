@@ -14,7 +14,8 @@ from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranches
 
 
 def _branches(clock: StepClock, cfg: int = 2) -> PatchBranches:
-    installed = SimpleNamespace(module=nn.Module(), rules=SimpleNamespace(patches=SimpleNamespace(order=("image",))))
+    rules = SimpleNamespace(patches=SimpleNamespace(order=("image",)))
+    installed = SimpleNamespace(module=nn.Module(), session=SimpleNamespace(rules=rules))
     return PatchBranches(cast(Any, installed), 2, clock, cfg)
 
 

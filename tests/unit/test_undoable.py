@@ -1,4 +1,4 @@
-"""Patches of one object, and their undo."""
+"""Changes of one object, and their undo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from torch import nn, zeros
 
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Around, intercept_calls, intercept_method, set_attribute, undo_all
+from lightning_cp.undoable import Around, intercept_calls, intercept_method, set_attribute, undo_all
 
 
 class Scheduler:

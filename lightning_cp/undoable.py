@@ -1,14 +1,14 @@
-"""Patch one object, with a function to undo it: its calls, its methods or an attribute of the instance.
+"""Change one object, with a function to undo it: its calls, its methods or an attribute of the instance.
 
-Other objects of the class are not changed. Patches of one attribute may be undone in any order. The engine has its own
+Other objects of the class are not changed. Changes of one attribute may be undone in any order. The engine has its own
 way to replace a module's forward (`engine/forwards.py`), because it must replace the innermost function, beneath
 wrappers that diffusers and accelerate put on and take off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -153,3 +153,23 @@ def undo_all(undo: list[Undo]) -> None:
     """Call the functions in `undo`, last to first, and empty the list."""
     while undo:
         undo.pop()()
+
+
+@dataclass(eq=False)
+class Feature:
+    """Changes that are installed together, and undone together.
+
+    Attributes: changes: makes one change after another, and yields a function to undo each.
+    """
+
+    changes: Callable[[], Iterable[Undo]]
+    _undo: list[Undo] = field(default_factory=list)
+
+    def install(self) -> None:
+        """Make the changes. After an error, `undo` undoes those before it."""
+        for undo in self.changes():
+            self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Undo the changes that were made, last to first."""
+        undo_all(self._undo)

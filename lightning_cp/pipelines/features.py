@@ -1,0 +1,153 @@
+"""The features of a parallel pipeline: what `parallelize_pipeline` installs, in this order, and can undo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
+from lightning_cp.engine.meta import load_deferred
+from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
+from lightning_cp.pipelines.calls import hide_progress
+from lightning_cp.pipelines.components import experts_of
+from lightning_cp.pipelines.degrees import declared_degrees
+from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
+from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
+from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
+from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, rank_device, shard_layers
+from lightning_cp.pipelines.stall_watch import share_watch
+from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
+from lightning_cp.pipelines.wrappers import device_properties, over_branches, synchronized, vote_before
+from lightning_cp.undoable import Undo, intercept_calls
+from lightning_cp.vae import parallelize_vae
+
+
+def prepare(state: ParallelPipeline) -> None:
+    """Find out where weights are to be, and build the groups of all degrees. Ranks: the whole world.
+
+    Raises: ValueError, TypeError: settings that do not fit the pipeline.
+    """
+    settings, ranks, found = state.settings, state.ranks, state.modules
+    state.layers = layers_to_shard(state.components, settings.shard, found, ranks)
+    state.stages = make_stages(state.pipeline, settings.stages, state.components, found, rank_device(ranks))
+    state.check()
+    sharded = next((name for name in state.layers if name in found), None)
+    state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)
+
+
+def _parallelize(state: ParallelPipeline, module: nn.Module, config: ContextParallelConfig, **others: Any) -> Installed:
+    kernel, check_peers = state.settings.kernel, state.settings.check_peers
+    return parallelize(module, config, kernel=kernel, check_peers=check_peers, **others)
+
+
+def _stall_watch(state: ParallelPipeline) -> Iterable[Undo]:
+    return share_watch(state.settings.stall_s, state.ranks)
+
+
+def _transformers(state: ParallelPipeline) -> Iterator[Undo]:
+    for name, module in state.modules.items():
+        state.transformers[name] = _parallelize(state, module, state.settings.config, shares=state.settings.shares)
+        yield partial(remove_context_parallel, module)
+
+
+def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
+    """Compute transformers in patches and stages of blocks."""
+    pipeline, settings = state.pipeline, state.settings
+    state.patch_calls = make_patch_calls(
+        state.transformers,
+        state.ranks,
+        state.votes,
+        pipe=settings.pipe,
+        patches=settings.patches,
+        warmup=settings.warmup,
+        clock=state.clock,
+        experts=experts_of(pipeline, state.modules),
+        is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
+        on_step=state.calls.count_step,
+    )
+    for calls in state.patch_calls.values():
+        yield from calls.install()
+
+
+def _controlnets(state: ParallelPipeline) -> Iterator[Undo]:
+    """Make all ranks that share a sample divide the tokens of ControlNets, and vote before each of their calls."""
+    config, groups = groups_of_all(state.settings.config, state.ranks)
+    for name, module in state.controlnet_modules.items():
+        installed = state.controlnets[name] = _parallelize(state, module, config, groups=groups)
+        yield partial(remove_context_parallel, module)
+        yield intercept_calls(module, after_vote(state.calls, state.votes, installed))
+
+
+def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
+    """Distribute the calls of transformers over the branches of guidance."""
+    for name, installed in state.transformers.items():
+        around = over_branches(state.calls, state.votes, installed, state.patch_calls.get(name))
+        yield intercept_calls(state.modules[name], around)
+
+
+def _adapters(state: ParallelPipeline) -> Iterator[Undo]:
+    """Let LoRAs be loaded and swapped."""
+    for module in (*state.modules.values(), *state.controlnet_modules.values()):
+        if hasattr(module, "load_lora_adapter"):
+            yield allow_hotswap(module)
+    for name in state.patch_calls if state.settings.num_stages > 1 else ():
+        yield from adapt_stages(state.pipeline, state.modules[name], state.settings.pipe)
+
+
+def _decoders(state: ParallelPipeline) -> Iterator[Undo]:
+    """Encode and decode on all ranks that share a sample; with vae="auto", if the autoencoder's class supports it."""
+    setting = state.settings.vae
+    for name, module in state.components.items():
+        if is_vae(module) and setting and state.ranks.sample.context is not None:
+            try:
+                undo = parallelize_vae(module, state.ranks.sample)
+            except ValueError:
+                if setting is True:
+                    raise
+                continue
+            state.decoders.append(name)
+            yield undo
+    sharded_encoders = [name for name in state.layers if name not in state.modules]
+    yield from vote_before(state.votes, state.components, state.decoders, sharded_encoders)
+
+
+def _component_stages(state: ParallelPipeline) -> Iterable[Undo]:
+    """Move components to the device in their stage of a call."""
+    return () if state.stages is None else follow_stages(state.stages)
+
+
+def _calls(state: ParallelPipeline) -> Iterator[Undo]:
+    """Make the ranks that share a sample take part in the pipeline's calls."""
+    pipeline, ranks = state.pipeline, state.ranks
+    attributes = {**device_properties(state.stages), **copy_refusals(state.name)}
+    yield intercept_calls(pipeline, synchronized(state), **attributes)
+    if (ranks.data_rank, ranks.sample.context_rank) != (0, 0):
+        yield hide_progress(pipeline)
+
+
+FEATURES: tuple[Callable[[ParallelPipeline], Iterable[Undo]], ...] = (
+    _stall_watch,
+    _transformers,
+    _pipefusion,
+    _controlnets,
+    _guidance,
+    _adapters,
+    _decoders,
+    _component_stages,  # after all wrappers of components: a rank changes the stage also for another rank's call
+    _calls,
+)
+
+
+def divide_weights(state: ParallelPipeline) -> None:
+    """Shard weights, and free those of other stages of blocks. This cannot be undone."""
+    if state.layers or state.settings.num_stages > 1:
+        state.equal_components.compare_weights(state.components)  # while they are whole
+    shard_layers(state.layers, state.components, state.modules, state.ranks)
+    for calls in state.patch_calls.values():
+        calls.release()
+    for module in state.modules.values():
+        load_deferred(module)
