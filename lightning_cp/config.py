@@ -1,6 +1,6 @@
 """Settings of context parallelism: frozen, checked when created, with the names that diffusers uses.
 
-Meshes and groups are built from them in `mesh.py`. Nothing here imports torch at run time, so that a bad setting
+Meshes and groups are built from them in `mesh/groups.py`. Nothing here imports torch at run time, so that a bad setting
 fails before any slow import.
 """
 

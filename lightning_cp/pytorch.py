@@ -29,11 +29,11 @@ from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
+from lightning_cp.strategies.ranks.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
-from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import batches_taken, keep_samplers
-from lightning_cp.strategies.trainer_weights import SharesLateWeights
+from lightning_cp.strategies.weights.trainer import SharesLateWeights
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

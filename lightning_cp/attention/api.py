@@ -13,7 +13,7 @@ from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, four_dims, report_refusal, settings_of
 from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.config import context_config
-from lightning_cp.mesh import SINGLE_RANK, groups_for
+from lightning_cp.mesh.groups import SINGLE_RANK, groups_for
 
 
 @overload

@@ -20,7 +20,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.config import context_config
 from lightning_cp.errors import PeerMismatchError, ShapeError
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_by_name, groups_for, ring_groups
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, groups_by_name, groups_for, ring_groups
 
 _Start = Callable[..., Callable[[], list[Tensor]]]
 
@@ -137,8 +137,9 @@ def attend_in_transit(
     if mask is not None:
         mask = mask_to_heads(mask, to=to)
     chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
-    settings = settings._replace(groups=ring_groups(groups).name)
-    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *settings)
+    causal, scale, _, *others = settings
+    own = (causal, scale, ring_groups(groups).name, *others)
+    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *own)
     return (_to_tokens(out, to), _to_tokens(lse, to)) if return_lse else _to_tokens(out, to)
 
 

@@ -19,7 +19,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.kernels import choose_kernel
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 

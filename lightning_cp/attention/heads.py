@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.shards import shard_sizes
-from lightning_cp.mesh import MeshGroups
-from lightning_cp.shares import Shares
+from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.shares import Shares
 
 
 @dataclass(frozen=True)

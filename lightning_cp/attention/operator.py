@@ -16,10 +16,10 @@ from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysse
 from lightning_cp.attention.prepared import prepare, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
-from lightning_cp.compiler_options import keep_order_of_attentions
+from lightning_cp.compat.compiler_options import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
-from lightning_cp.mesh import groups_by_name
+from lightning_cp.mesh.groups import groups_by_name
 
 # out, lse, and tensors saved for backward: with Ulysses the exchanged q, k, v, mask, out and lse (otherwise empty:
 # backward uses the inputs and results), and the encoded lengths, on the host. If q, k and v were exchanged as one

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_cp.attention.call import Lengths, Settings, are_known, exchange_lengths, ring_of, ulysses_of
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
-from lightning_cp.mesh import MeshGroups, groups_by_name
+from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 
 _KINDS = ("", "key_mask", "query_mask")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_tensor
-from lightning_cp.mesh import cuda_backend_is
+from lightning_cp.mesh.groups import cuda_backend_is
 
 _TIMED_OUT = "Timed out"  # in errors of gloo
 

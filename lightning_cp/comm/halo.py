@@ -9,7 +9,7 @@ from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
 from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
-from lightning_cp.mesh import MeshGroups, groups_by_name
+from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 
 
 @torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())

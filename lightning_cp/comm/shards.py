@@ -12,8 +12,8 @@ from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import MeshGroups, groups_by_name
-from lightning_cp.shares import Shares
+from lightning_cp.mesh.groups import MeshGroups, groups_by_name
+from lightning_cp.mesh.shares import Shares
 
 
 def shard_sizes(length: int, ranks: int, shares: Shares | None = None) -> tuple[int, ...]:

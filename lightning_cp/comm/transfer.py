@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import cuda_backend_is
+from lightning_cp.mesh.groups import cuda_backend_is
 
 # Names in a profile, followed by the number of the exchange: it runs from its EXCHANGE mark to its WAIT mark.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"

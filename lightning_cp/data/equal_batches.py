@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.data.peer_batches import is_on_all_ranks, length_or_none
 from lightning_cp.errors import DataError
-from lightning_cp.mesh import cached
-from lightning_cp.sample_groups import world_control
+from lightning_cp.mesh.groups import cached
+from lightning_cp.mesh.sample_groups import world_control
 
 _UNKNOWN = -1
 _REMEDY = (

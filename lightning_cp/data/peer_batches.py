@@ -19,7 +19,7 @@ from lightning_cp.data.random_state import get_random_state, is_same_state, set_
 from lightning_cp.data.sampler import EndlessBatches, OrderSampler, UnsizedBatches
 from lightning_cp.data.wrapped_sampler import WrappedSampler
 from lightning_cp.errors import DataError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 
 Order = Iterable[Any]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import digest_ints
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.engine.peers.checksum import digest_ints
+from lightning_cp.mesh.groups import MeshGroups
 
 State = dict[str, Any]
 

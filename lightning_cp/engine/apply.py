@@ -12,16 +12,16 @@ from lightning_cp.comm.shards import compare_shares
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
-from lightning_cp.engine.attention_dispatch import kernel_for
-from lightning_cp.engine.compiling import compile_rules
-from lightning_cp.engine.diffusers_dispatch import backends_of
+from lightning_cp.engine.attention.attention_dispatch import kernel_for
+from lightning_cp.engine.attention.diffusers_dispatch import backends_of
 from lightning_cp.engine.installed import Installed, installed_on
-from lightning_cp.engine.paths import unwrapped
-from lightning_cp.engine.peers import PeerCheck, forwards_to_check
+from lightning_cp.engine.peers.comparison import PeerCheck, forwards_to_check
+from lightning_cp.engine.rules.compiling import compile_rules
+from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
-from lightning_cp.mesh import MeshGroups, groups_for
+from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
-from lightning_cp.mesh import MeshGroups, groups_for
+from lightning_cp.mesh.groups import MeshGroups, groups_for
 
 _TOLERANCE = 1e-9
 _FLOOR = 1e-3  # smallest scale of a relative error: avoids division by values close to zero

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cp.comm.lost_connections import is_failed_exchange
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
 from lightning_cp.compat.torch_names import is_exporting
-from lightning_cp.engine.hints import missing_split
+from lightning_cp.engine.attention.missed_calls import MissedCalls
+from lightning_cp.engine.attention.replay import Replay
+from lightning_cp.engine.attention.scope import SCOPE, Scope
 from lightning_cp.engine.hook_base import EngineHook, refuse
-from lightning_cp.engine.missed_calls import MissedCalls
-from lightning_cp.engine.paths import is_compiled
-from lightning_cp.engine.replay import Replay
-from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.scope import SCOPE, Scope
+from lightning_cp.engine.rules.paths import is_compiled
+from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.sharding.hints import missing_split
+from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
-from lightning_cp.lost_connections import is_failed_exchange
 from lightning_cp.nest import tensors
 
 

@@ -10,18 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.engine.attention_calls import attending_processor
-from lightning_cp.engine.halo import HaloHook
+from lightning_cp.engine.attention.attention_calls import attending_processor
+from lightning_cp.engine.attention.linear import LinearAttention
+from lightning_cp.engine.attention.scopes import Scopes
+from lightning_cp.engine.attention.stand_ins import hold_originals, hold_stand_ins
 from lightning_cp.engine.hook_base import add_hooks, remove_hooks
 from lightning_cp.engine.hooks import ModelHook
-from lightning_cp.engine.linear import LinearAttention
-from lightning_cp.engine.padding import PadHook
-from lightning_cp.engine.paths import submodule
-from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.scopes import Scopes
+from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.sharders import ArgumentHook, OutputHook
-from lightning_cp.engine.stand_ins import hold_originals, hold_stand_ins
+from lightning_cp.engine.sharding.halo import HaloHook
+from lightning_cp.engine.sharding.padding import PadHook
+from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
 
 _ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
 _MARKED = "_parallel_config"

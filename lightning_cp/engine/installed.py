@@ -11,19 +11,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from lightning_cp.compat.compiler_options import allow_graphs_of_lengths
 from lightning_cp.compat.torch_names import dynamo_is_imported
-from lightning_cp.compiler_options import allow_graphs_of_lengths
+from lightning_cp.engine.attention.diffusers_dispatch import backends_of
+from lightning_cp.engine.attention.scopes import Scopes
+from lightning_cp.engine.attention.stand_ins import are_installed, install_stand_ins, release_stand_ins
 from lightning_cp.engine.caches import StepCaches
-from lightning_cp.engine.compiling import compile_rules
-from lightning_cp.engine.diffusers_dispatch import backends_of
 from lightning_cp.engine.forwards import ForwardWrapper, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import install, strip
-from lightning_cp.engine.paths import submodule
-from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.scopes import Scopes
+from lightning_cp.engine.rules.compiling import compile_rules
+from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.stand_ins import are_installed, install_stand_ins, release_stand_ins
 from lightning_cp.engine.structure import Structure
 from lightning_cp.engine.value_checks import register
 from lightning_cp.errors import PlanError

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_cp.attention.operator
 import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
-from lightning_cp.compiler_options import compile_blocks_whole
+from lightning_cp.compat.compiler_options import compile_blocks_whole
 
 _OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
 

@@ -17,10 +17,10 @@ from lightning_cp.comm.shards import sizes_in
 from lightning_cp.compat.torch_names import allow_dynamic
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.evaluation import Evaluation
-from lightning_cp.engine.peers import PeerCheck
-from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.peers.comparison import PeerCheck
+from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.errors import ShapeError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.plans import Modalities
 
 

@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from lightning_cp.engine.attention_calls import methods_called
+from lightning_cp.engine.attention.attention_calls import methods_called
 from lightning_cp.engine.forwards import decorated_function, own_forward
-from lightning_cp.engine.paths import submodule, unwrapped
-from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.rules.paths import submodule, unwrapped
+from lightning_cp.engine.rules.rules import Rules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MODULES = itemgetter("_modules")

@@ -4,10 +4,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_cp.comm.lost_connections import is_lost_connection
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.processes import Event, EventKind
 from lightning_cp.launch.stalls import StallWarnings
-from lightning_cp.lost_connections import is_lost_connection
 
 
 @dataclass

@@ -26,7 +26,7 @@ from lightning_cp.comm.stats import STATS
 from lightning_cp.launch import channel
 from lightning_cp.launch.loopback import JobStore
 from lightning_cp.launch.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
-from lightning_cp.mesh import cuda_backend_is
+from lightning_cp.mesh.groups import cuda_backend_is
 
 _REQUEST_TIMEOUT = timedelta(seconds=10)  # time-out of a request to the store
 

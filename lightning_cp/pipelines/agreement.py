@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
-from lightning_cp.engine.peers import Digest, difference, digest
+from lightning_cp.engine.peers.comparison import Digest, difference, digest
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import MeshGroups, prove_membership
+from lightning_cp.mesh.groups import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
 
 _RANDOM = "generator"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_cp.config import ContextParallelConfig, check_degree
-from lightning_cp.sample_groups import SampleGroups, sample_groups_for
+from lightning_cp.mesh.sample_groups import SampleGroups, sample_groups_for
 
 DEFAULT = "default"
 _NAMES = ("ring", "ulysses", "cfg")

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import checksum, digest_ints, plain_tensors, version_of
+from lightning_cp.engine.peers.checksum import checksum, digest_ints, plain_tensors, version_of
 from lightning_cp.errors import PeerMismatchError
 
 _PLAIN = (bool, int, float, str, type(None))

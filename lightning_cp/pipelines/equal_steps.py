@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
-from lightning_cp.engine import peer_samples
-from lightning_cp.engine.peer_samples import SAMPLES, Sampler
+from lightning_cp.engine.peers import samples as peer_samples
+from lightning_cp.engine.peers.samples import SAMPLES, Sampler
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_cp.comm.agree import gather_objects, text_of
 from lightning_cp.comm.background import BackgroundGather, gather_in_background
+from lightning_cp.comm.lost_connections import raise_if_lost
 from lightning_cp.errors import CallFailedError
-from lightning_cp.lost_connections import raise_if_lost
 
 _GOES_ON, _ENDED, _FAILED, _DECLINES = range(4)
 _APART = "A rank failed before an exchange that others have begun"

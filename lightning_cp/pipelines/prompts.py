@@ -14,9 +14,9 @@ from PIL import Image
 
 from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, state_of
-from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}

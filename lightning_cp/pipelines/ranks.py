@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.config import check_degree, context_config
-from lightning_cp.sample_groups import SampleGroups, sample_groups_for
+from lightning_cp.mesh.sample_groups import SampleGroups, sample_groups_for
 
 
 def sampling_ranks(parallel_config: object, *, cfg: int = 1, shares: Sequence[float] | None = None) -> SampleGroups:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import default_timeout
 from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
-from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.undoable import Undo
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
@@ -24,7 +25,6 @@ from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.placement.sharding import check_placement
 from lightning_cp.pipelines.settings import PipelineSettings
-from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.undoable import Feature
 
 INSTALLED = "_lightning_cp"

@@ -132,7 +132,8 @@ class Attention:
         cached: keys of tokens of earlier forwards, which each rank has kept for its own shard, may be put before the
             keys. Ranks then exchange the number of keys, and there must be no mask. "block_causal": forwards without
             segments have kept keys of the tokens that preceded theirs, and may have a key mask over all of them.
-        form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
+        form: "softmax"; "linear": attention without softmax (`engine/attention/linear.py`); "block_causal":
+            `engine/attention/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
         log_base: name of a kept argument, a number of tokens. If it is given, the softmax scale is multiplied by
             sqrt(log(s) / log(log_base)), where s is the number of queries on all ranks.

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed
-from lightning_cp.engine.paths import class_of
+from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.sample_groups import world_control
+from lightning_cp.mesh.sample_groups import world_control
 
 _BACKWARD = 0
 _REMEDY = (

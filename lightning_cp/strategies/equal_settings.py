@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.strategies.sweep_ranks import job_overrides
+from lightning_cp.strategies.ranks.sweep_ranks import job_overrides
 
 
 def compare_jobs() -> None:

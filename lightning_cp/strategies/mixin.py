@@ -25,18 +25,18 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import stop_watch
-from lightning_cp.mesh import prove_membership
+from lightning_cp.mesh.groups import prove_membership
+from lightning_cp.strategies.context import ContextParallel
 from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
-from lightning_cp.strategies.initial_weights import equal_initial_weights
-from lightning_cp.strategies.late_weights import LateWeights
-from lightning_cp.strategies.local_ranks import LocalRanks
-from lightning_cp.strategies.notebook import check_start_method, choose_start_method
-from lightning_cp.strategies.replaced_weights import ReplacedWeights
+from lightning_cp.strategies.ranks.launchers import check_start_method, choose_start_method
+from lightning_cp.strategies.ranks.local_ranks import LocalRanks
+from lightning_cp.strategies.ranks.sweep_ranks import end_previous_job
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
-from lightning_cp.strategies.strategy import ContextParallel
-from lightning_cp.strategies.sweep_ranks import end_previous_job
-from lightning_cp.strategies.trained_weights import TrainedWeights
+from lightning_cp.strategies.weights.initial import equal_initial_weights
+from lightning_cp.strategies.weights.late import LateWeights
+from lightning_cp.strategies.weights.replaced import ReplacedWeights
+from lightning_cp.strategies.weights.trained import TrainedWeights
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import metric
 
 from lightning_cp.comm.shards import gather
-from lightning_cp.mesh import MeshGroups, as_ring, cached, first_ranks
+from lightning_cp.mesh.groups import MeshGroups, as_ring, cached, first_ranks
 
 _UNCHANGED = {dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR}
 

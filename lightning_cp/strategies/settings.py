@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
+from lightning_cp.mesh.shares import check_shares
 from lightning_cp.rules import STALL_S, OneOf, Rule
-from lightning_cp.shares import check_shares
 
 T = TypeVar("T")
 

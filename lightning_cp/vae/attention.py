@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 
 
 def attend_all_rows(

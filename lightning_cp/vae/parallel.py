@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import replace
 from lightning_cp.undoable import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, sizes_in
-from lightning_cp.engine.stand_ins import original_of
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.engine.attention.stand_ins import original_of
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim
 from lightning_cp.vae.row_local import check_row_local

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_cp.comm.shards import gather
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 
 
 def group_norm_of_all_rows(

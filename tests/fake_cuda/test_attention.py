@@ -13,7 +13,7 @@ from lightning_cp.attention import context_parallel_attention, operator, start_u
 from lightning_cp.attention.call import Lengths, Settings
 from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.attention.tangents import attention_tangents
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
 
 LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}

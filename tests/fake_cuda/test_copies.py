@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.comm.to_device import numbers_on
-from lightning_cp.engine import peers
-from lightning_cp.engine.peer_samples import Sampler, constants_on, intervals
+from lightning_cp.engine.peers import comparison as peers
+from lightning_cp.engine.peers.samples import Sampler, constants_on, intervals
 from lightning_cp.families import StoredBatch
 from lightning_cp.finetune.families.family import per_channel
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from lightning_cp.training.noise import sample_dropped, sample_noise, sample_times
 from tests.fake_cuda.world import fake_cuda, fake_ranks
 

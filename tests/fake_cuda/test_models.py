@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.engine import apply
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.test_attention import MODES
 from tests.fake_cuda.world import CrossingRecorder, fake_cuda, fake_ranks, run_backward
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 from lightning_cp.nest import replace
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_without_storage
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation

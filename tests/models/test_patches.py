@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.installed import Installed, installed_on
-from lightning_cp.engine.paths import expand, submodule
+from lightning_cp.engine.rules.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation

@@ -10,17 +10,13 @@ from tests.unit.imported import PACKAGE, imported_files, imported_modules
 LAYERS = (
     {
         "errors",
-        "lost_connections",
         "job_secret",
         "files",
         "locks",
         "config",
         "rules",
-        "shares",
         "mesh",
-        "sample_groups",
         "compat",
-        "compiler_options",
         "undoable",
         "nest",
     },

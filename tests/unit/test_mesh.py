@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups, check_world, groups_by_name, groups_for
-from lightning_cp.sample_groups import sample_groups_for
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, check_world, groups_by_name, groups_for
+from lightning_cp.mesh.sample_groups import sample_groups_for
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.shares import check_shares, show_shares
+from lightning_cp.mesh.shares import check_shares, show_shares
 from lightning_cp.strategies.settings import StrategySettings
 
 

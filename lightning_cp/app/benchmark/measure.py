@@ -15,7 +15,7 @@ from lightning_cp.app.benchmark.subject import Subject
 from lightning_cp.app.benchmark.trace import read_trace, record
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import cuda_backend_is
+from lightning_cp.mesh.groups import cuda_backend_is
 
 _WARM_UPS = 2
 

@@ -21,7 +21,7 @@ from lightning_cp.comm.shards import shard_range
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
-from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers

@@ -21,8 +21,8 @@ from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
 from lightning_cp.files import writing_new
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines import sampling_ranks
-from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
 

@@ -31,12 +31,12 @@ from lightning_cp.attention.heads import assign_heads
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.pipelines.apply import parallelize_pipeline
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
-from lightning_cp.sample_groups import sample_groups_for
 from lightning_cp.undoable import intercept_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_cp.compat.diffusers_hooks import has_hook
 from lightning_cp.engine.apply import installed_on
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_rows
-from lightning_cp.sample_groups import SampleGroups
 
 _TIMESTEP = "current_timestep_callback"
 

@@ -19,8 +19,8 @@ from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_split
-from lightning_cp.sample_groups import SampleGroups
 
 
 def load_denoiser(

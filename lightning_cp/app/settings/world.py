@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
-from lightning_cp.shares import check_shares
+from lightning_cp.mesh.shares import check_shares
 
 
 @dataclass(frozen=True)

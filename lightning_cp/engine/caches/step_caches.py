@@ -14,7 +14,7 @@ from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.caches.decisions import DECISIONS
 from lightning_cp.engine.caches.table import Cache, cache_of
 from lightning_cp.engine.caches.watched import WatchedHook
-from lightning_cp.engine.checksum import digest_ints
+from lightning_cp.engine.peers.checksum import digest_ints
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PeerMismatchError, PlanError
 

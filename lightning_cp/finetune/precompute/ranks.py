@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.finetune.precompute.run_state import RunState, StoppedElsewhere
-from lightning_cp.mesh import MeshGroups, prove_membership
+from lightning_cp.mesh.groups import MeshGroups, prove_membership
 
 T = TypeVar("T")
 Report = Callable[[int], object]  # called with the number of items that are done

@@ -21,13 +21,13 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.hook_base import refuse
 from lightning_cp.errors import GuidanceError
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, is_repeated
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, held_tensors, resolve_all
 from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors, key_of
-from lightning_cp.sample_groups import SampleGroups
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 

@@ -13,11 +13,11 @@ from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import tree_map
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.engine.paths import unwrapped
+from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.pipefusion.samples import select_samples
-from lightning_cp.sample_groups import SampleGroups
 
 _MAX_BRANCHES = 4
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import Installed
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchCalls
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.plans import plan_for
-from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.undoable import Around
 
 _FOLDER = "diffusers.models.controlnets."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_cp.errors import PlanError
-from lightning_cp.sample_groups import SampleGroups
+from lightning_cp.mesh.sample_groups import SampleGroups
 
 
 def refuse_processor_swaps(pipe: Any) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.meta import free_weights, freed_weights, load_deferred
-from lightning_cp.engine.paths import submodule
-from lightning_cp.engine.sharders import shard_arguments
+from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError, StageLinks, zeros
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors

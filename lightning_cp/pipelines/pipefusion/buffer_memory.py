@@ -21,10 +21,10 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.meta import default_dtype
-from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.errors import PlanError
 from lightning_cp.launch.machine import free_memory_bytes
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation

@@ -20,10 +20,10 @@ from lightning_cp.attention.call import Settings
 from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.comm.shards import gather, shard_range
 from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.engine.attention.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
-from lightning_cp.engine.lengths import Sizes
-from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.lengths import Sizes
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.pipelines.pipefusion.key_buffers import Buffer, KeyBuffer, attend_buffered
 from lightning_cp.plans import Attention, Modalities

@@ -20,7 +20,7 @@ from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.comm.packet import piece_of
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.errors import ShapeError
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_by_name
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, groups_by_name
 
 Ranges = tuple[range, ...]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.paths import expand, submodule
+from lightning_cp.engine.rules.paths import expand, submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.pipefusion.evaluation import current_evaluation

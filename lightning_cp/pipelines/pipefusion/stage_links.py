@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_cp.comm.packet import Layout
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, unpickled_quietly
 

@@ -19,9 +19,9 @@ from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.caches import CACHES
 from lightning_cp.engine.caches.table import cache_of
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
-from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.undoable import intercept_calls, intercept_method
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.errors import CallFailedError
+from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import agreed_settings
@@ -22,7 +23,6 @@ from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.serving.requests import Requests
 from lightning_cp.pipelines.state import ParallelPipeline, state_of
-from lightning_cp.sample_groups import world_control
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
 _log = logging.getLogger("lightning_cp")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cp.engine.checksum import version_of
+from lightning_cp.engine.peers.checksum import version_of
 
 CALLBACK = "callback_on_step_end"  # the pipelines' name of the argument
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.lost_connections import raise_if_lost
 from lightning_cp.comm.packet import Piece, pack, unpack
 from lightning_cp.job_secret import signed, verified
-from lightning_cp.lost_connections import raise_if_lost
 from lightning_cp.pipelines.serving.plain_data import DTYPES, PlainData, bytes_tensor
 
 _LONGEST_POLL_S = 0.02

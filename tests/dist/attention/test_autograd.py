@@ -13,7 +13,7 @@ from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import joint_heads
 from lightning_cp.attention.joint_heads import JointHeads
 from lightning_cp.comm.transfer import exchange_flat
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
 from tests.reference import max_error
 

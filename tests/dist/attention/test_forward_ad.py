@@ -17,7 +17,7 @@ from lightning_cp.attention import gathered
 from lightning_cp.comm.halo import halo_exchange, halo_ranges, sum_over_ranks
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.dist.attention.test_exactness import HEADS, LENGTHS, ROTATED, by_default, lengths
 from tests.dist.problems import MASKS, Problem, cut, laid_out, local_mask, whole
 from tests.harness import RankPool

@@ -11,7 +11,7 @@ from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import Settings, settings_of
 from lightning_cp.attention.operator import attention, attention_backward
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.dist.problems import Problem, cut, laid_out, local_mask, whole
 from tests.harness import RankPool
 from tests.harness.cases import full_unless

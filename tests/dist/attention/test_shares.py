@@ -25,7 +25,7 @@ from lightning_cp.attention.ring import ring_forward
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from lightning_cp.vae import parallelize_vae
 from tests import features
 from tests.dist.attention.test_exactness import ROTATED, problems

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import MeshGroups, groups_for
+from lightning_cp.mesh.groups import MeshGroups, groups_for
 from tests.dist.problems import Problem, errors, expect, part_of, solve, whole
 from tests.harness import RankPool
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.comm.halo import halo_exchange, halo_operator, halo_ranges, sum_operator, sum_over_ranks
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
 
 _UNEVEN = [(7, 3), (1, 2), (4, 1), (2, 5), (9, 0)]  # tokens, reach; with empty shards, and reach beyond a neighbour

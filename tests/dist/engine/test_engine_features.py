@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
 from lightning_cp.attention import call, gathered, joint_heads, keys, operator
-from lightning_cp.engine import sharding
+from lightning_cp.engine.sharding import specs as sharding
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.attention.test_counting import counted
 from tests.dist.compare import averaged, outcome, worst

@@ -24,9 +24,9 @@ from lightning_cp import (
     remove_context_parallel,
 )
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.engine.peers import PeerCheck
+from lightning_cp.engine.peers.comparison import PeerCheck
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.models.wan import wan

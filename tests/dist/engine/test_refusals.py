@@ -17,7 +17,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig
 from lightning_cp.errors import KernelError, PeerMismatchError, ShapeError
 from lightning_cp.kernels import choice
 from lightning_cp.kernels.math import MathKernel
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
 
 MODES = {"ring": (3, 1), "ring alltoall": (3, 1), "ulysses": (1, 3)}

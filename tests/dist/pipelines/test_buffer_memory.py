@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.pipefusion import buffer_memory

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_cp import ContextParallelConfig, apply_context_parallel, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError, PeerMismatchError
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines import (
     cfg_merge,
     cfg_split,
@@ -30,7 +31,6 @@ from lightning_cp.pipelines import (
 )
 from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
-from lightning_cp.sample_groups import SampleGroups
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.pipelines import table

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.engine.peer_samples import constants_on, intervals
+from lightning_cp.engine.peers.samples import constants_on, intervals
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import features as pipeline_features
 from lightning_cp.pipelines.placement import sharding

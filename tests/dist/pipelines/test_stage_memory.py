@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.engine.peer_samples import intervals
+from lightning_cp.engine.peers.samples import intervals
 from lightning_cp.pipelines import parallel_pipeline, result_layout
 from lightning_cp.pipelines.pipefusion import result_transfers
 from tests.dist.pipefusion import error_of, latents_of, make_pipe

@@ -18,7 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafe
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, groups_for
 from lightning_cp.vae import parallelize_vae
 from lightning_cp.vae.tiles import owners
 from tests import features

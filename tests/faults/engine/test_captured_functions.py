@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from lightning_cp.engine.stand_ins import original_of
+from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.errors import InterceptionError
 from tests.dist.compare import averaged, outcome, worst
 from tests.faults.engine.patched_parts import PLAN, attend, model_of

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.engine.stand_ins import original_of
+from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.errors import InterceptionError
 from lightning_cp.plans import LOCAL, Plan
 from tests.dist.compare import averaged, outcome, worst

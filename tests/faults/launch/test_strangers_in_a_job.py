@@ -18,7 +18,7 @@ from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune.precompute.run_state import RankError
 from lightning_cp.job_secret import SECRET
 from lightning_cp.launch.loopback import JobStore
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh.groups import groups_for
 from lightning_cp.pipelines.serving.plain_data import PlainData, bytes_tensor
 from lightning_cp.pipelines.serving.requests import Requests
 from tests.dist.lightning_ranks import fabric_of

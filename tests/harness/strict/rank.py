@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_cp import mesh, sample_groups
+from lightning_cp.mesh import groups as mesh
+from lightning_cp.mesh import sample_groups
 from tests.harness.strict.group import StrictGroup, links
 from tests.harness.strict.link import Link
 from tests.harness.strict.messages import Strict

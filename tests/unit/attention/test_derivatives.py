@@ -15,7 +15,7 @@ from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.math import MathKernel
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 from tests.reference import max_error, softmax_attention
 
 CONFIG = ContextParallelConfig()

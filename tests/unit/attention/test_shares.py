@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cp.attention.heads import assign_heads, head_shares
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 
 
 @pytest.mark.parametrize("by_share", [False, True])

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from lightning_cp.comm.halo import fetch_halo, halo_exchange, sum_over_ranks
 from lightning_cp.comm.shards import gather
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: gather(x, 1, [5], SINGLE_RANK.name),

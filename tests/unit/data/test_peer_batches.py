@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_cp.data.peer_batches import FirstRanksOrder, is_custom, prepare_loader, reordered
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 from tests.unit.data.test_group_batches import Buckets
 
 DATA: Any = list(range(8))

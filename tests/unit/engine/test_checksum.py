@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_cp.engine.checksum import checksum
+from lightning_cp.engine.peers.checksum import checksum
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

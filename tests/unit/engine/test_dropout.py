@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.dropout import _drop_in_graph
+from lightning_cp.engine.attention.dropout import _drop_in_graph
 
 
 def _mask(rank: int, p: float, seed: int, count: int = 1 << 18) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, context_parallel_attention
-from lightning_cp.engine.attention_calls import calls_flex_attention
+from lightning_cp.engine.attention.attention_calls import calls_flex_attention
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Plan, split
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.peer_samples import SAMPLES, Sampler, difference
+from lightning_cp.engine.peers.samples import SAMPLES, Sampler, difference
 
 CPU = torch.device("cpu")
 X, NOISE = torch.randn(2, 2, 600, 64, generator=torch.Generator().manual_seed(3))  # a stretch has 18 or 19 elements

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from lightning_cp.engine import stand_ins
-from lightning_cp.engine.scope import SCOPE
-from lightning_cp.engine.stand_ins import are_installed
+from lightning_cp.engine.attention import stand_ins
+from lightning_cp.engine.attention.scope import SCOPE
+from lightning_cp.engine.attention.stand_ins import are_installed
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, split
 from tests.dist.compare import outcome

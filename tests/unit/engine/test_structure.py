@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.structure import Structure
 from lightning_cp.plans import Plan, split
 

@@ -19,7 +19,7 @@ from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, 
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.kernels.sage import SageKernel
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 
 MATH = MathKernel()
 

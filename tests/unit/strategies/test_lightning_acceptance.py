@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp import fabric, pytorch
-from lightning_cp.strategies.strategy import ContextParallel
+from lightning_cp.strategies.context import ContextParallel
 from tests.dist.plain import PLAIN_PLAN, Plain
 
 SHARDED = [fabric.ContextParallelFSDPStrategy, pytorch.ContextParallelFSDPStrategy]

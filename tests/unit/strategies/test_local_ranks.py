@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 
 from lightning_cp.job_secret import SECRET
 from lightning_cp.launch.rendezvous import LISTENER
-from lightning_cp.strategies.local_ranks import LocalRanks
+from lightning_cp.strategies.ranks.local_ranks import LocalRanks
 
 
 @pytest.fixture

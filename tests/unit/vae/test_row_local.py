@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from torch import Tensor, nn, ones
 
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 from lightning_cp.vae.row_dims import RowDim, _of_reshape, row_dim_of, set_row_dim
 from lightning_cp.vae.rows import RowShardedOps
 

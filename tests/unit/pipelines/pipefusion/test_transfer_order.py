@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.mesh.groups import SINGLE_RANK
 from lightning_cp.pipelines.pipefusion import marked_packets, result_transfers, stage_links
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls, _Forward

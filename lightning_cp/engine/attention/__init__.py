@@ -1,0 +1,1 @@
+"""Which attention and dropout the modules of a parallel model compute, and how their calls are intercepted."""

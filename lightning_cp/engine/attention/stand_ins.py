@@ -1,0 +1,224 @@
+"""Stand-ins for the functions of PyTorch and diffusers that compute attention or dropout, or recompute activations.
+
+They are installed while a parallel model exists. Each calls the original function unless a scope is set (`scope`), so
+other models and plain functions are not changed. Nothing else is replaced: any code that runs inside a planned module
+is followed, in helper objects, partials and decorators too. Compiled code is also followed where it holds an original
+function from before (in a closure or as a default argument, for example); eager code is checked (`missed_calls`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import update_wrapper, wraps
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_cp.compat.torch_names import function_modes, script_as, trace_as_before, trace_into
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.attention.dropout import drop
+from lightning_cp.engine.attention.replay import RECOMPUTING
+from lightning_cp.engine.attention.scope import SCOPE, Scope, without_scope
+from lightning_cp.errors import InterceptionError
+
+SDPA, DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DISPATCH_MODULE = "diffusers.models.attention_dispatch"
+_SKIP = "AttentionScoreSkipFunctionMode"  # mode set by diffusers' guiders: attention then returns `value`
+_KEPT = ("torch.", "lightning_cp.")  # modules that keep the functions which they hold under names of their own
+
+_Function = Callable[..., Any]
+
+ORIGINALS: dict[str, _Function] = {}  # attention functions under the installed stand-ins, by name
+_STAND_INS: dict[int, _Function] = {}  # by ID of the original function; kept, so that compiled code stays valid
+_UNDER: dict[int, _Function] = {}  # by ID of the stand-in: its original function
+_TRACED: dict[_Function, _Function] = {}  # the same, by original function
+_USERS: WeakSet[Any] = WeakSet()
+
+
+def install_stand_ins(user: object) -> None:
+    """Install all stand-ins, also where other code holds the functions under names of its own.
+
+    Args: user: a parallel model's state, until `release_stand_ins` is called with it or it is deleted.
+    """
+    _USERS.add(user)
+    if are_installed():
+        return
+    for module, name in _functions():
+        function = getattr(module, name)
+        if id(function) not in _STAND_INS and id(function) not in _UNDER:
+            stand_in = _stand_in(name, function)
+            stand_in.__module__ = module.__name__  # it is pickled by name, like the original
+            script_as(stand_in, function)
+            _TRACED[function] = stand_in
+            _STAND_INS[id(function)], _UNDER[id(stand_in)] = stand_in, function
+        if name in (SDPA, DISPATCH):
+            ORIGINALS[name] = original_of(function)
+    _exchange_in_modules(_STAND_INS)
+    trace_into(_TRACED)
+
+
+def release_stand_ins(user: object) -> None:
+    """Restore the original functions, unless other parallel models need the stand-ins."""
+    _USERS.discard(user)
+    if not _USERS:
+        _exchange_in_modules(_UNDER)
+        trace_as_before(_TRACED)
+
+
+def are_installed() -> bool:
+    """Return True if each function is a stand-in. (They may be replaced, and diffusers may be imported later.)"""
+    for module, name in _functions():
+        original = _UNDER.get(id(getattr(module, name)))
+        if original is None or (name in (SDPA, DISPATCH) and ORIGINALS.get(name) is not original):
+            return False
+    trace_into(_TRACED)  # dynamo may be imported later
+    return True
+
+
+def hold_stand_ins(held: dict[Any, Any] | list[Any]) -> None:
+    """Exchange original functions in a dict (the attributes of an object, for example) or list for their stand-ins."""
+    _exchange(held, _STAND_INS)
+
+
+def hold_originals(held: dict[Any, Any] | list[Any]) -> None:
+    """Undo `hold_stand_ins`."""
+    _exchange(held, _UNDER)
+
+
+def original_of(function: _Function) -> _Function:
+    """Return the function under a stand-in; return other functions unchanged."""
+    return _UNDER.get(id(function), function)
+
+
+def is_attention(function: object) -> bool:
+    """Return True for the functions that compute attention, and for their stand-ins."""
+    function = _UNDER.get(id(function), function)
+    if function is F.scaled_dot_product_attention or any(function is x for x in ORIGINALS.values()):
+        return True
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", None)
+    return (module, name) == (_DISPATCH_MODULE, DISPATCH)
+
+
+def _functions() -> Iterator[tuple[ModuleType, str]]:
+    """Yield the module and the name of each function that has a stand-in."""
+    yield F, SDPA
+    dispatch = sys.modules.get(_DISPATCH_MODULE)
+    if hasattr(dispatch, DISPATCH):  # else it is being imported
+        assert dispatch is not None
+        yield dispatch, DISPATCH
+    for name in _DROPOUTS:
+        yield F, name
+        if hasattr(torch, name):
+            yield torch, name
+    for name in RECOMPUTING:
+        yield torch.utils.checkpoint, name
+
+
+def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
+    """Exchange functions in all imported modules."""
+    owners = {id(module.__dict__) for module, _ in _functions()}
+    for name, module in list(sys.modules.items()):
+        attributes = getattr(module, "__dict__", None)
+        if isinstance(attributes, dict) and (id(attributes) in owners or not f"{name}.".startswith(_KEPT)):
+            _exchange(attributes, table)
+
+
+def _exchange(held: Any, table: Mapping[int, _Function]) -> None:
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        other = table.get(id(value))
+        if other is not None:
+            held[key] = other
+
+
+class _OfBuiltin:
+    """Stand-in for a C function: like one, it is not bound to an object whose class has it as an attribute."""
+
+    __name__: str
+
+    def __init__(self, function: _Function) -> None:
+        update_wrapper(self, function)
+        self.__func__ = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+def _stand_in(name: str, original: _Function) -> _Function:
+    makers = {SDPA: _sdpa, DISPATCH: _dispatch, **RECOMPUTING}
+    stand_in = makers[name](original) if name in makers else _dropout(name, original)
+    return _OfBuiltin(stand_in) if inspect.isbuiltin(original) else stand_in
+
+
+def _sdpa(original: _Function) -> _Function:
+    @wraps(original)
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scope = SCOPE.get()
+        if _skips_scores() and _is_skipped(query, value, -2, scope):
+            return value
+        if scope is None or scope.attention is None:
+            return original(query, key, value, *args, **kwargs)
+        return scope.attention.sdpa(query, key, value, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _dispatch(original: _Function) -> _Function:
+    @wraps(original)
+    def dispatch_attention_fn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scope = SCOPE.get()
+        if scope is None or scope.attention is None:
+            if isinstance(kwargs.get("parallel_config"), ContextParallelConfig):  # of a processor that models share
+                kwargs["parallel_config"] = None
+            return original(query, key, value, *args, **kwargs)
+        if _skips_scores() and _is_skipped(query, value, -3, scope):
+            return value
+        return scope.attention.dispatch(query, key, value, *args, **kwargs)
+
+    return dispatch_attention_fn
+
+
+def _dropout(name: str, original: _Function) -> _Function:
+    @wraps(original)
+    def dropout(*args: Any, **kwargs: Any) -> Any:
+        scope = SCOPE.get()
+        if scope is None or not scope.drops:
+            return original(*args, **kwargs)
+        return without_scope(drop, name, original, scope.session, *args, **kwargs)  # a mode calls the stand-in again
+
+    return dropout
+
+
+def _skips_scores() -> bool:
+    """Return True inside of diffusers' mode that skips attention scores. (It looks for the function by identity.)"""
+    modes: list[object] = function_modes()  # type: ignore[no-untyped-call]
+    return any(type(mode).__name__ == _SKIP for mode in modes)
+
+
+def _is_skipped(query: Tensor, value: Tensor, tokens: int, scope: Scope | None) -> bool:
+    """Return True if the values replace attention, without communication: as many queries as keys, as in diffusers.
+
+    Args: tokens: dim of the tokens in queries, keys and values.
+    Raises: InterceptionError: the numbers differ, in a scope with attention across ranks.
+    """
+    is_equal = query.shape[tokens] == value.shape[tokens]
+    if scope is None or scope.attention is None:
+        return is_equal
+    if not is_equal:
+        raise InterceptionError(
+            f"skip_attention_scores=True, but {query.shape[tokens]} queries attend to {value.shape[tokens]} keys "
+            "here: values can only replace the result if both numbers are equal. Leave this layer out of the "
+            "LayerSkipConfig"
+        )
+    scope.session.current().intercepted = True
+    return True

@@ -1,0 +1,1 @@
+"""Compare the arguments of forwards, and weights, between the ranks of a context group."""

@@ -1,0 +1,1 @@
+"""Shard arguments to this rank's tokens, and gather outputs."""

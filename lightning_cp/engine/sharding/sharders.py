@@ -1,0 +1,126 @@
+"""Hooks that split or gather the arguments and outputs of modules according to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm.shards import gather
+from lightning_cp.comm.stats import STATS
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.rules.rules import Arguments, Outputs
+from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.hints import unplanned_shapes
+from lightning_cp.engine.sharding.lengths import find_sizes
+from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
+from lightning_cp.errors import ShapeError
+from lightning_cp.plans import Spec, Split
+
+
+@dataclass(eq=False)
+class ArgumentHook(EngineHook):
+    """Hook that splits or gathers arguments before a module's forward."""
+
+    session: Session
+    rule: Arguments
+    refused: Mapping[str, str]
+    name: str
+    order: Sequence[str] = ()  # names of the forward's arguments
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positional, named = list(args), dict(kwargs)
+        if not torch.compiler.is_compiling() and not self.session.succeeded:  # traced reads become guards
+            call = self.session.current()
+            call.block = self.name
+            call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
+        if self.refused:
+            refuse(self.refused, {**dict(zip(self.order, args)), **named})
+        for name, spec in self.rule.specs.items():
+            position = self.rule.positions[name]
+            if name in named:
+                named[name] = self._shard(named[name], spec, name)
+            elif 0 <= position < len(positional):
+                positional[position] = self._shard(positional[position], spec, name)
+        return tuple(positional), named
+
+    def _shard(self, value: Any, spec: Spec, name: str) -> Any:
+        shown = f"{self.name}({name})"
+        if self.rule.always:
+            return shard_unconditionally(value, spec, name=shown, session=self.session)
+        if self.rule.gathers:
+            return unshard(value, spec, name=shown, session=self.session)
+        return shard(value, spec, name=shown, session=self.session, strict=self.rule.is_block)
+
+
+@dataclass(eq=False)
+class OutputHook(EngineHook):
+    """Hook that splits or gathers outputs after a module's forward."""
+
+    session: Session
+    rule: Outputs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        rule, session = self.rule, self.session
+        STATS.enter(module)
+        name = f"the output of {rule.path}"
+        if not rule.always and rule.gathers:
+            return unshard(output, rule.spec, name=name, session=session)
+        if not rule.always:
+            return shard(output, rule.spec, name=name, session=session, strict=True)
+        assert isinstance(rule.spec, tuple), "compile_rules makes a tuple, one spec for each output"
+        values = [output] if isinstance(output, Tensor) else list(output)
+        if rule.gathers and len(values) != len(rule.spec):
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, but its plan gathers {len(rule.spec)}")
+        if len(values) < len(rule.spec):
+            raise ShapeError(
+                f"{rule.path} returns {len(values)} outputs, but its plan splits output {len(rule.spec) - 1}"
+            )
+        for i, spec in enumerate(rule.spec):
+            if spec is None:
+                continue
+            if rule.gathers:
+                values[i] = self._gather(values[i], spec)
+            else:
+                values[i] = shard_unconditionally(values[i], spec, name=f"{rule.path}[{i}]", session=session)
+        return values[0] if isinstance(output, Tensor) else type(output)(values)
+
+    def _gather(self, x: Tensor, spec: Spec) -> Tensor:
+        assert isinstance(spec, Split), "rules hold one split for each gathered output"
+        if not spec.is_for(x.ndim):
+            return x
+        check_dim(x, spec, self.rule.path)
+        call, own = self.session.current(), x.shape[spec.dim]
+        found = find_sizes(self.session, own, own)
+        if found is None:
+            raise ShapeError(
+                f"the output of {self.rule.path} has {own} tokens on every rank, so it is not split: gather the output "
+                "of another module"
+            )
+        sizes = found[0]
+        if call.groups.context is None:
+            sizes = [own]
+        elif not sizes:
+            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
+        if sum(sizes) < len(sizes):
+            raise ShapeError(
+                f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
+                "context group: use lower degrees or a longer sequence"
+            )
+        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+
+
+def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Run a module's argument hooks without the module: they define the lengths of modalities.
+
+    Returns: the arguments that the module would get.
+    """
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, ArgumentHook):
+            args, kwargs = owner.before(module, args, kwargs)
+    return args, kwargs

@@ -1,0 +1,1 @@
+"""Which ranks share a sample, and how its tokens are divided between them."""

@@ -1,0 +1,264 @@
+"""Common part of the DDP and FSDP strategies: settings, the mesh, module selection, sharding of batches."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatch
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
+from lightning_cp.engine.peers.comparison import PeerCheck
+from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.errors import PlanError
+from lightning_cp.kernels import check_kernel, choose_kernel
+from lightning_cp.launch.stall import watch_stalls
+from lightning_cp.mesh.groups import MeshGroups, groups_for
+from lightning_cp.mesh.shares import show_shares
+from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
+from lightning_cp.strategies.settings import StrategySettings
+
+
+@dataclass
+class ContextParallel:
+    """Context-parallel part of a strategy: builds the groups once ranks are started, and installs plans.
+
+    Attributes:
+        settings: settings of the strategy.
+        groups: process groups of the mesh; None before the ranks are started.
+        described: lines that were logged.
+        found: keys of `plans` and `modules` that matched a module.
+        checks: checks of the transformers' inputs.
+    """
+
+    settings: StrategySettings
+    groups: MeshGroups | None = field(default=None, init=False)
+    described: set[str] = field(default_factory=set, init=False)
+    found: set[Any] = field(default_factory=set, init=False)
+    checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
+
+    def __post_init__(self) -> None:
+        check_kernel(self.settings.kernel)
+        self.config = self.settings.config
+        self.ring, self.ulysses = self.config.mesh_shape
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the checks of this process's models: a spawned rank builds its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "checks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, checks=WeakSet())
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share one sample."""
+        return self.ring * self.ulysses
+
+    def check_world(self, world: int) -> None:
+        """Check the world size. Raises: ValueError: it is not data_parallel x ring x ulysses."""
+        if world % self.size or world < self.size:
+            raise ValueError(
+                f"ring={self.ring} x ulysses={self.ulysses} = {self.size} must divide the world size {world}: start a "
+                f"multiple of {self.size} ranks (for instance devices={self.size}), or lower a degree"
+            )
+        data = self.settings.data_parallel
+        if data != "auto" and world != int(data) * self.size:
+            raise ValueError(
+                f"data_parallel={data} x ring={self.ring} x ulysses={self.ulysses} = {int(data) * self.size} must "
+                f"equal the world size {world}: leave data_parallel='auto' ({world // self.size} here), or start that "
+                "many ranks"
+            )
+
+    def set_up(self) -> MeshGroups:
+        """Build the process groups. Ranks: the whole world."""
+        self.groups = groups_for(self.config, self.settings.shares)
+        compare_shares(self.groups)
+        return self.groups
+
+    def watch(self, *, host: str, timeout: timedelta | None) -> None:
+        """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
+        if self.settings.stall_s is not None and dist.is_initialized():
+            timeout_s = math.inf if timeout is None else timeout.total_seconds()
+            watch_stalls(host=host, after_s=self.settings.stall_s, timeout_s=timeout_s)
+
+    def initialized_groups(self) -> MeshGroups:
+        """Return the groups. Raises: RuntimeError: the process groups are not initialized yet."""
+        if self.groups is None:
+            raise RuntimeError(
+                "the process groups are not initialized yet: call fabric.launch() or trainer.fit() first"
+            )
+        return self.groups
+
+    def wrap(self, module: nn.Module) -> list[Installed]:
+        """Make every selected transformer in `module` context-parallel. Returns: all, also those wrapped before."""
+        selected = self._selected(module)
+        if selected:
+            self.initialized_groups()
+        settings = {name: getattr(self.settings, name) for name in ("kernel", "check_peers", "shares")}
+        installed = [
+            installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
+        ]
+        self.checks.update(one.session.peers for one in installed)
+        return installed
+
+    def finish_checks(self, *, within_s: float = 1.0) -> None:
+        """Raise the differences found by background comparisons of each transformer's last forward.
+
+        Args: within_s: seconds to wait; unfinished comparisons are dropped.
+        Raises: PeerMismatchError: context peers were given different data, on all ranks of the context group.
+        """
+        for check in list(self.checks):
+            check.finish(within_s=within_s)
+
+    def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
+        inside = list(module.named_modules())
+        for setting, keys in (("plans", self.settings.plans or {}), ("modules", self.settings.modules or ())):
+            self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
+            absent = [key for key in keys if key not in self.found]  # neither here nor in a module wrapped earlier
+            if absent:
+                transformers = sorted(
+                    {kind.__name__ for kind in map(class_of, module.modules()) if registered_plan(kind)}
+                )
+                raise PlanError(
+                    f"{setting}: there is no {absent[0]!r} in {type(module).__name__}; a key is a class, its name, or "
+                    f"the path of a module (transformers with a plan in there: {transformers or 'none'})"
+                )
+        found = []
+        for name, inner in inside:
+            if self.settings.modules is not None and not any(_names(key, name, inner) for key in self.settings.modules):
+                continue
+            plan = self._plan(name, inner)
+            if plan is not None or installed_on(inner) is not None:
+                found.append((inner, plan))
+            elif self.settings.modules is not None:
+                raise PlanError(f"modules={self.settings.modules!r} names {name!r}: {no_plan_message(class_of(inner))}")
+        if not found and self.settings.modules is None and self.size > 1:  # each rank would run the full sequence
+            for kind in map(class_of, module.modules()):
+                if refusal(kind) is not None:
+                    raise PlanError(no_plan_message(kind))
+        return found
+
+    def _plan(self, name: str, module: nn.Module) -> object:
+        given = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
+        return given[0] if given else plan_for(module)
+
+    def unused_parameters(self, module: nn.Module) -> bool:
+        """Return whether a selected transformer trains parameters that get no gradient, always or for some inputs."""
+        return any(
+            parameter.requires_grad and any(fnmatch(name, pattern.replace(".-1.", ".*.")) for pattern in plan.unused)
+            for inner, plan in self._selected(module)
+            if isinstance(plan, Plan)
+            for name, parameter in inner.named_parameters()
+        )
+
+    def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
+        """Describe the layout in one line; None if already described. Call it under the precision of the forward."""
+        if self.groups is None and not installed:
+            return None  # no process group and no transformer
+        groups = self.initialized_groups()
+        world = groups.data_size * groups.context_size
+        line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
+        line += show_shares(groups.shares)
+        for one in installed:
+            blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
+            line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
+        if not installed and self.size > 1:
+            line += "; no transformer with a plan: only what calls context_parallel_attention is parallel"
+        if groups.ulysses is not None:
+            nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
+            if len(nodes) > 1:
+                line += (
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: Ulysses within a "
+                    "node and ring across nodes would be faster"
+                )
+        if line in self.described:
+            return None
+        self.described.add(line)
+        return line
+
+    def _kernel_of(self, module: nn.Module) -> str:
+        """Return the kernel that is chosen for this device and precision without a mask."""
+        if self.settings.kernel != "auto":
+            return self.settings.kernel
+        parameter = next(module.parameters())
+        device, dtype = parameter.device, parameter.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
+
+    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+        """Return this rank's shard of the named tensors of a (nested) batch; other tensors stay whole.
+
+        Args: dims: dim to shard, by tensor name. Names are dict keys, at any depth.
+        Gradient: a slice; backward pads with zeros.
+        Raises: ValueError: a name that is not in the batch.
+        """
+        seen: set[str] = set()
+        result = self._shard(batch, dims, None, seen)
+        absent = [name for name in dims if name not in seen]
+        if absent:
+            raise ValueError(f"dims={dict(dims)} names {absent[0]!r}, which is not in the batch")
+        return result
+
+    def _shard(self, value: Any, dims: Mapping[str, int], dim: int | None, seen: set[str]) -> Any:
+        if isinstance(value, Mapping):
+            seen |= dims.keys() & value.keys()
+            return {name: self._shard(x, dims, dims.get(name, dim), seen) for name, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [self._shard(x, dims, dim, seen) for x in value]
+            return items if isinstance(value, list) else tuple(items)
+        if dim is None or not isinstance(value, Tensor):
+            return value
+        return own_shard(value, dim, self.initialized_groups())
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """All-gather a sharded tensor; shards may be uneven.
+
+        Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
+        """
+        return gather_uneven(x, dim, self.initialized_groups())
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """Create a generator that draws the same numbers on all ranks of a context group.
+
+        Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
+        samples, then shard them. Raises: RuntimeError: the process groups are not initialized yet.
+        """
+        mixed = hashlib.blake2b(f"{seed}/{self.initialized_groups().data_rank}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
+
+    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
+        """Weight a mean loss over local tokens, so that averaged gradients are those of the mean over all tokens.
+
+        Args:
+            loss: mean over the local tokens, a scalar; any value, even nan, if there are none.
+            tokens: number of local tokens; may differ between the ranks of a context group.
+        Returns: loss x context size x tokens / tokens of the context group.
+        Ranks: the whole context group. Source: gradients are averaged over all ranks (see docs).
+        """
+        groups = self.initialized_groups()
+        if groups.context is None:
+            return loss
+        counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]
+        if not sum(counts):
+            raise ValueError("tokens=0 on every rank of the context group: local_mean needs at least one token")
+        weight = groups.context_size * counts[groups.context_rank] / sum(counts)
+        return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
+
+
+def _names(key: Any, path: str, module: nn.Module) -> bool:
+    """Return whether a key of `plans` or `modules` (class, its name with or without module, path) matches `module`."""
+    if isinstance(key, type):
+        return isinstance(module, key)
+    kind = class_of(module)
+    return key in (path or None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

@@ -1,0 +1,1 @@
+"""Start the ranks of a strategy on this machine."""
