@@ -108,13 +108,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Return the diffusers model inside wrappers of Fabric, DDP and `torch.compile`. Raises: TypeError: none found."""
     from diffusers import ModelMixin
 
-    found: Any = module
-    while not isinstance(found, ModelMixin):
-        inner = getattr(found, "_orig_mod", None) or getattr(found, "module", None)
+    model: Any = module
+    while not isinstance(model, ModelMixin):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(module).__name__} is not a diffusers model: pass the transformer itself")
-        found = inner
-    return found  # type: ignore[no-any-return]
+        model = inner
+    return model  # type: ignore[no-any-return]
 
 
 def on_rank_zero(write: Callable[[], object]) -> None:

@@ -109,9 +109,9 @@ def attend_in_transit(
 
     Args: lengths: q_lengths and kv_lengths of the call; empty if unknown.
     """
-    groups, given = groups_by_name(settings.groups), {"query": query, "key": key, "value": value}
-    lengths_by_name = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
-    for name, x in given.items():
+    groups, arguments = groups_by_name(settings.groups), {"query": query, "key": key, "value": value}
+    lengths_by_name = dict(zip(arguments, (lengths[0], lengths[1], lengths[1]), strict=True))
+    for name, x in arguments.items():
         if isinstance(x, InTransit) and x.groups != settings.groups:
             raise ValueError(
                 f"{name} was sent with another parallel_config: use the same one for start_ulysses and attention"
@@ -120,7 +120,7 @@ def attend_in_transit(
             raise ShapeError(
                 f"{name} was sent with lengths {list(x.lengths)}, but attention got {lengths_by_name[name]}"
             )
-    q, k, v = (_in_transit(x, groups, lengths_by_name[name]) for name, x in given.items())
+    q, k, v = (_in_transit(x, groups, lengths_by_name[name]) for name, x in arguments.items())
     mask = four_dims(mask, k.like)
     all_lengths = exchange_lengths(
         q.like,
@@ -138,8 +138,8 @@ def attend_in_transit(
         mask = mask_to_heads(mask, to=to)
     chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
     causal, scale, _, *others = settings
-    own = (causal, scale, ring_groups(groups).name, *others)
-    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *own)
+    options = (causal, scale, ring_groups(groups).name, *others)
+    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *options)
     return (_to_tokens(out, to), _to_tokens(lse, to)) if return_lse else _to_tokens(out, to)
 
 

@@ -100,10 +100,10 @@ def _is_pair(value: Any) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise DamagedError("a JSON object has a duplicate key")
-    return found
+    return unique
 
 
 def _dict(name: str, value: Any) -> dict[str, Any]:

@@ -117,10 +117,10 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         for name, entry in manifest.files.items():
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} is truncated: {name} is missing")
-            found = FileEntry.of(folder / name)
-            if found != entry:
+            actual = FileEntry.of(folder / name)
+            if actual != entry:
                 raise CheckpointError(
-                    f"{folder} is truncated or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
+                    f"{folder} is truncated or changed: {name} has {actual.size_bytes} bytes with CRC-32 {actual.crc32}, "
                     f"but {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
                 )
     except OSError as error:

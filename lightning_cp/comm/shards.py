@@ -117,8 +117,8 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros."""
-    own = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
-    return x.narrow(dim, own.start, len(own)).contiguous()
+    positions = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
+    return x.narrow(dim, positions.start, len(positions)).contiguous()
 
 
 def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:

@@ -76,11 +76,11 @@ def comfyui_names(layers: Sequence[str], model: str) -> Mapping[str, str] | None
         return {layer: f"transformer.{layer}" for layer in layers}
     if model != "WanTransformer3DModel":
         return None
-    found = {}
+    names = {}
     for layer in layers:
         matches = (re.fullmatch(pattern, layer) for pattern, _ in _WAN)
         original = next((m.expand(new) for m, (_, new) in zip(matches, _WAN, strict=True) if m), None)
         if original is None:
             return None
-        found[layer] = f"diffusion_model.{original}"
-    return found
+        names[layer] = f"diffusion_model.{original}"
+    return names

@@ -60,11 +60,11 @@ def check_fits(
     widths = _WIDTHS.get(model)
     if widths is None:
         return
-    found = {
+    sizes = {
         widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
         widths.text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
-    for key, (size, part, what) in found.items():
+    for key, (size, part, what) in sizes.items():
         if config.get(key, size) != size:
             raise FamilyError(
                 f"the parts of model.pretrained={source} do not fit: its {part} makes {what} {size}, but the "

@@ -80,8 +80,8 @@ def _copy(file: Any, name: str, target: Tensor) -> None:
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     if 0 not in shape:
-        own = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        target.to_local().copy_(file.get_slice(name)[own])
+        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        target.to_local().copy_(file.get_slice(name)[slices])
 
 
 def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -143,8 +143,8 @@ class FlashAttn3Kernel(FlashAttnKernel):
         backward = self._module()._flash_attn_backward
         # The name of this argument differs between releases.
         name = "is_causal" if "is_causal" in inspect.signature(backward).parameters else "causal"
-        given: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
-        backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **given)
+        options: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
+        backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **options)
 
 
 class FlashAttn4Kernel(FlashAttnKernel):
@@ -180,8 +180,8 @@ class FlashAttn4Kernel(FlashAttnKernel):
         causal: bool,
         scale: float,
     ) -> None:
-        found = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
-        for grad, result in zip(grads, found[:3], strict=True):
+        gradients = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
+        for grad, result in zip(grads, gradients[:3], strict=True):
             grad.copy_(result)
 
 

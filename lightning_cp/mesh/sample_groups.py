@@ -85,15 +85,15 @@ def sample_groups_for(
     return cached(("branches", cfg, pipe, groups.name), lambda: _build_sample_groups(groups, cfg, pipe))
 
 
-def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
+def _size_of(mesh: DeviceMesh | None, axis: str, degree: int) -> int:
     """Return the size of a mesh axis, or the given degree if there is no such axis. Raises: ValueError: they differ."""
     names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if axis not in names:
-        return given
+        return degree
     assert mesh is not None, "its axes were read above"
     size = mesh.size(names.index(axis))
-    if given not in (1, size):
-        raise ValueError(f"{axis}={given} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
+    if degree not in (1, size):
+        raise ValueError(f"{axis}={degree} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
     return size
 
 
@@ -160,7 +160,7 @@ def _new_control_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
 def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Create a group for each row of `ranks` [..., n], and return this rank's."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
-    found: dist.ProcessGroup = group
+    local_group: dist.ProcessGroup = group
     if dist.get_backend() != "fake":
-        take_default_timeout(found)  # torch gives it to the world only
-    return found
+        take_default_timeout(local_group)  # torch gives it to the world only
+    return local_group

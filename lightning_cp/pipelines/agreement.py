@@ -77,8 +77,8 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
         failure = error
     raise_on_all(failure, f"cannot {what}", world)
     by_rank = gather_objects({key: repr(value) for key, value in settings.items()}, world)
-    if (found := first_difference(by_rank, missing="not set")) is not None:
-        key, rank, first, here = found
+    if (difference := first_difference(by_rank, missing="not set")) is not None:
+        key, rank, first, here = difference
         raise PeerMismatchError(
             f"all ranks must {what} with equal settings, but rank 0 has {key}={first} and rank {rank} has "
             f"{key}={here}: give all ranks the same value"
@@ -107,9 +107,9 @@ def _gather_equal(
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    expected, found = first["generators"], other["generators"]
-    if expected != found:
-        return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {found or 'no device'} on the other"
+    expected, actual = first["generators"], other["generators"]
+    if expected != actual:
+        return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {actual or 'no device'} on the other"
     return difference(first["arguments"], other["arguments"])
 
 

@@ -98,15 +98,15 @@ def parallelize_pipeline(
     check_private_uses("pipeline")
     name, common = type(pipeline).__name__, {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
     is_alone = all(degree in (None, 1) for degree in common.values())
-    given: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
-    given |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
-    given |= {"shares": shares}
-    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | given):
+    options: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
+    options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
+    options |= {"shares": shares}
+    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")
         _check_started()
-        settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **given)
+        settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **options)
         transformers, controlnets = transformers_of(pipeline, components), controlnets_of(components)
         both = [one for one in settings.shard if one in transformers]
         if settings.num_stages > 1 and both:

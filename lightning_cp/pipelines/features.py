@@ -31,11 +31,11 @@ def prepare(state: ParallelPipeline) -> None:
 
     Raises: ValueError, TypeError: settings that do not fit the pipeline.
     """
-    settings, ranks, found = state.settings, state.ranks, state.modules
-    state.layers = layers_to_shard(state.components, settings.shard, found, ranks)
-    state.stages = make_stages(state.pipeline, settings.stages, state.components, found, rank_device(ranks))
+    settings, ranks, transformers = state.settings, state.ranks, state.modules
+    state.layers = layers_to_shard(state.components, settings.shard, transformers, ranks)
+    state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, rank_device(ranks))
     state.check()
-    sharded = next((name for name in state.layers if name in found), None)
+    sharded = next((name for name in state.layers if name in transformers), None)
     state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)
 
 

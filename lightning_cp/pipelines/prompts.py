@@ -58,20 +58,20 @@ def sample_prompts(
         that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
     installed = state_of(pipe)
-    found: list[Any] = []
+    collected: list[Any] = []
     error: Exception | None = None
     try:
         for samples in _sampled(
             pipe, installed, prompts, inputs, seed=seed, per_call=per_call, write=write, sound=sound
         ):
-            found += samples
+            collected += samples
     except Exception as raised:
         if installed.votes.broken is not None:
             raise
         error = raised
     # one data group: its votes have raised the error on all its ranks
     raise_on_all(error, "failed in sample_prompts", dist.group.WORLD if installed.ranks.data_size > 1 else None)
-    return _gather_samples(found, installed.ranks) if collect else found
+    return _gather_samples(collected, installed.ranks) if collect else collected
 
 
 def _sampled(
@@ -100,8 +100,8 @@ def _sampled(
     for first, batch in _batches(texts, share_of(len(texts), ranks), per_call):
         with installed.votes.call():
             generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-            given = _for_each(inputs, range(first, first + len(batch)))
-            result = pipe(**{prompt_argument: batch}, generator=generators, **given)
+            call_inputs = _for_each(inputs, range(first, first + len(batch)))
+            result = pipe(**{prompt_argument: batch}, generator=generators, **call_inputs)
             samples = samples_of(pipe, result, len(batch), sound=sound)
             for i, sample in enumerate(samples):
                 if write is not None and ranks.sample.context_rank == 0:
@@ -208,11 +208,11 @@ def _lyrics(pipe: Any, inputs: Mapping[str, Any], count: int) -> dict[str, list[
 
 def _for_each(inputs: Mapping[str, Any], prompts: range) -> dict[str, Any]:
     """Return the inputs for some of the prompts; repeat a negative prompt, since many pipelines need one per prompt."""
-    given = {
+    call_inputs = {
         name: [value] * len(prompts) if name.startswith("negative_prompt") and isinstance(value, str) else value
         for name, value in inputs.items()
     }
-    return given | ({_LYRICS: inputs[_LYRICS][prompts.start : prompts.stop]} if _LYRICS in inputs else {})
+    return call_inputs | ({_LYRICS: inputs[_LYRICS][prompts.start : prompts.stop]} if _LYRICS in inputs else {})
 
 
 def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:
@@ -220,11 +220,11 @@ def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, l
         yield first, texts[first : min(first + size, share.stop)]
 
 
-def _gather_samples(found: list[Any], ranks: SampleGroups) -> list[Any]:
+def _gather_samples(samples: list[Any], ranks: SampleGroups) -> list[Any]:
     """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
-        return found
-    own = (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None
-    gathered = gather_objects(own, dist.group.WORLD)
+        return samples
+    share = (ranks.data_rank, samples) if ranks.sample.context_rank == 0 else None
+    gathered = gather_objects(share, dist.group.WORLD)
     shares = dict(entry for entry in gathered if entry is not None)
     return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]

@@ -97,8 +97,8 @@ class ParallelPipeline:
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
-    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
-    return found
+    state: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
+    return state
 
 
 def copy_refusals(name: str) -> dict[str, Any]:

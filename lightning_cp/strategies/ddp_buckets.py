@@ -92,11 +92,11 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
     try:
         ddp.reducer._rebuild_buckets()  # raises if a reduction has begun and not ended
     except RuntimeError as error:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None:
+        unused_indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if unused_indices is None:
             raise
         trained = [name for name, x in _named_parameters(ddp) if x.requires_grad]
-        unused = [trained[int(index)] for index in found[1].split()]
+        unused = [trained[int(index)] for index in unused_indices[1].split()]
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ValueError(
             f"the loss does not use the trained parameters {', '.join(unused[:3])}{more}, so their gradients and those "

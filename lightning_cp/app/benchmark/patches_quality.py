@@ -66,13 +66,13 @@ def measure(run: Path, count: int) -> list[Measured]:
     """Draw `count` samples exactly and with each setting."""
     digits = load_digits(run, count)
     exact = samples_in_patches(digits, patches=1, warmup=1)
-    found: list[Measured] = []
+    measured: list[Measured] = []
     for patches, warmup in [(1, 1), *((n, w) for n in PATCHES for w in WARMUP)]:
         samples = exact if patches == 1 else samples_in_patches(digits, patches, warmup)
         largest, recognised = float((samples - exact).abs().max()), recognise_digits(samples, digits.labels).fraction
-        found.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
-        print(found[-1], flush=True)
-    return found
+        measured.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
+        print(measured[-1], flush=True)
+    return measured
 
 
 def draw(measured: list[Measured], path: Path) -> None:

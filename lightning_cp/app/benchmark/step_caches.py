@@ -44,7 +44,7 @@ def measure(run: Path, count: int) -> list[Measured]:
     """Draw `count` samples without a cache and with each threshold."""
     digits = load_digits(run, count)
     transformer = digits.transformer
-    found: list[Measured] = []
+    measured: list[Measured] = []
     reference: Tensor | None = None
     for threshold in (0.0, *THRESHOLDS):
         steps = CachedSteps(transformer, digits.ranks, calls=digits.evaluations)
@@ -57,9 +57,9 @@ def measure(run: Path, count: int) -> list[Measured]:
             transformer.disable_cache()
         reference = samples if reference is None else reference
         recognised = recognise_digits(samples, digits.labels).fraction
-        found.append(Measured(threshold, skipped, seconds, psnr(samples, reference), recognised))
-        print(found[-1], flush=True)
-    return found
+        measured.append(Measured(threshold, skipped, seconds, psnr(samples, reference), recognised))
+        print(measured[-1], flush=True)
+    return measured
 
 
 def draw(measured: list[Measured], path: Path) -> None:

@@ -36,17 +36,17 @@ def shares(config: DictConfig, device: torch.device) -> list[Subject]:
     is_slow = dist.get_rank() == world - 1
 
     def step_of(parallel: Any, by_speed: list[int] | None) -> Callable[[], object]:
-        own = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         if parallel is not None:
-            parallelize(own, parallel, shares=by_speed)
+            parallelize(copied, parallel, shares=by_speed)
 
         @torch.inference_mode()
         def step() -> None:
             if parallel is not None and is_slow:
                 with half_speed(arguments["hidden_states"]):
-                    own(**arguments)
+                    copied(**arguments)
             else:
-                own(**arguments)
+                copied(**arguments)
 
         return step
 

@@ -193,8 +193,8 @@ class _Loop:
         name, x = next((name, x) for name, x in self.arguments.items() if isinstance(x, Tensor))
         self.scheduler.set_timesteps(_STEPS, device=x.device)
         for time in self.scheduler.timesteps:
-            given = {key: _two_samples(value) for key, value in {**self.arguments, name: x}.items()}
-            unguided, guided = model(**given)[0].chunk(2)
+            inputs = {key: _two_samples(value) for key, value in {**self.arguments, name: x}.items()}
+            unguided, guided = model(**inputs)[0].chunk(2)
             x = self.scheduler.step(unguided + 3.0 * (guided - unguided), time, x)[0]
         return x
 
@@ -239,8 +239,8 @@ def _stages(config: DictConfig, device: torch.device) -> list[Subject]:
             x = latents
             with torch.no_grad():
                 for _ in range(_STEPS):
-                    given = {key: _two_samples(value) for key, value in {**arguments, name: x}.items()}
-                    unguided, guided = model(**given)[0].chunk(2)
+                    inputs = {key: _two_samples(value) for key, value in {**arguments, name: x}.items()}
+                    unguided, guided = model(**inputs)[0].chunk(2)
                     x = x - 0.01 * (unguided + 3.0 * (guided - unguided))
                     clock.end_step()
                 resolve_all(x)

@@ -81,10 +81,10 @@ def measure_all(config: DictConfig) -> None:
     for name, length, subjects_of in sets:
         subjects = [x for x in subjects_of() if config.peers or not x.is_peer]
         traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
-        found = measure(subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces)
+        figures = measure(subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces)
         if dist.get_rank() == 0:
             with Path(config.result).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows_of(name, length, world, found)) + "\n")
+                file.write(json.dumps(rows_of(name, length, world, figures)) + "\n")
     dist.destroy_process_group()
 
 
@@ -153,7 +153,7 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         for path in written:
             with writing_new(page if path.suffix == ".md" else page.with_name(path.name)) as copy:
                 copy.write_bytes(path.read_bytes())
-    missed = [check for found in results.values() for check in found.checks if check.passed is False]
+    missed = [check for stage_result in results.values() for check in stage_result.checks if check.passed is False]
     failed = [name for name in config.stages if name in results and results[name].error]
     not_run = [name for name in config.stages if name not in results]
     for check in missed:
@@ -204,9 +204,9 @@ def main(config: DictConfig) -> None:
                 print(f"error: {outcome.failure.describe()}", file=sys.stderr)
                 sys.exit(outcome.exit_code)
             sets = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
-        for found in sets:
-            rows += found
-            for title, cells in tables(found):
+        for rows_of_set in sets:
+            rows += rows_of_set
+            for title, cells in tables(rows_of_set):
                 console.print(terminal_table(title, cells))
     write_csv(rows, folder / "bench.csv")
     drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]

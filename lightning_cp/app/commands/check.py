@@ -39,15 +39,15 @@ def check(config: DictConfig) -> None:
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
     plan = None if config.plan is None else _load(config.plan, "plan")
     for name, chosen in modes(n).items():
-        found = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
+        result = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
         if dist.get_rank() == 0:
             row = {
                 "mode": name,
                 "model": type(module).__name__,
-                "output": found.output_error,
-                "gradient": found.gradient_error,
-                "passed": found.passed,
-                "text": str(found),
+                "output": result.output_error,
+                "gradient": result.gradient_error,
+                "passed": result.passed,
+                "text": str(result),
             }
             with Path(config.result).open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(row)}\n")

@@ -119,14 +119,14 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     dtype = precisions[config.precision]
-    given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
-    pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
+    on_meta = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, components=on_meta)
     if config.lora is not None:
         load_lora(pipe, Path(config.lora))
     inputs = call_arguments(config)
     check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)
-    if config.stages == "together" and not given:
+    if config.stages == "together" and not on_meta:
         pipe.to(fabric.device)
     transformers = transformers_of(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
@@ -135,7 +135,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     overrides = {name: config[name] for name in names}
     stall_s = OmegaConf.select(config, "strategy.stall_s", default=None)
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), stall_s=stall_s, **overrides)
-    if config.stages == "together" and given:  # each rank has loaded its stage
+    if config.stages == "together" and on_meta:  # each rank has loaded its stage
         pipe.to(fabric.device)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
@@ -162,12 +162,12 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
     from lightning_cp.finetune.media.images import open_image
 
     names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
-    given = {name: config[name] for name in names if config[name] is not None}
-    given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
-    if "image" in given:
-        with open_image(given["image"]) as image:
-            given["image"] = image.convert("RGB")
-    return given
+    arguments = {name: config[name] for name in names if config[name] is not None}
+    arguments |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
+    if "image" in arguments:
+        with open_image(arguments["image"]) as image:
+            arguments["image"] = image.convert("RGB")
+    return arguments
 
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:

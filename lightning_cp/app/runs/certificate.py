@@ -80,7 +80,7 @@ def compare(config: DictConfig, here: Path, alone: Path) -> Certificate:
     steps = sorted(losses[0].keys() & losses[1].keys())[:STEPS]
     if not steps:
         raise ValueError(f"{here} and {alone} have no common steps")
-    ours, theirs = ([found[step] for step in steps] for found in losses)
+    ours, theirs = ([losses_of_run[step] for step in steps] for losses_of_run in losses)
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True)]
     largest = next((x for x in differences if x != x), max(differences))  # nan must not be lost
     return Certificate(

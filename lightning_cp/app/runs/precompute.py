@@ -51,8 +51,8 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     _check_paths(path, output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
-    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
-    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
+    machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **machine_settings, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
     name = str(read(config, "model.pretrained"))
     source = Path(name).expanduser()
@@ -77,8 +77,8 @@ def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> i
     )
     if number % vae_ranks:
         raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
-    found: int | str = devices
-    return found
+    ranks: int | str = devices
+    return ranks
 
 
 def _path(config: DictConfig, key: str) -> Path:

@@ -73,8 +73,8 @@ def _lora(config: DictConfig) -> str | None:
         path = Path(str(chosen))
         if not path.exists():
             raise SettingsError(f"lora={chosen} does not exist: it must be last, or the folder or file of an adapter")
-        found = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
-        for file in found:
+        candidates = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
+        for file in candidates:
             if file.is_file():
                 return str(file.absolute())
         raise SettingsError(f"lora={chosen} has no {_LORA_FILE}, and no subfolder lora that has one")

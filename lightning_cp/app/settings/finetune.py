@@ -177,10 +177,10 @@ def _check_quantize(config: DictConfig) -> None:
         return
     _check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
     try:
-        found = importlib.util.find_spec("optimum.quanto")
+        spec = importlib.util.find_spec("optimum.quanto")
     except ModuleNotFoundError:  # optimum
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise SettingsError(
             "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
             "use model.quantize=null"

@@ -97,8 +97,8 @@ class FineTune(TrainingSetup):
     @override
     def module_settings(self) -> dict[str, Any]:
         quantiles, component = self.config.validation.quantiles, self.config.model.component
-        own = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
-        return {**super().module_settings(), **own}
+        settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
+        return {**super().module_settings(), **settings}
 
     @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:
@@ -171,18 +171,18 @@ def _objective(config: DictConfig, family: Family) -> Objective:
     component = config.model.component
     default = objective_for(family, seed=config.seed, component=component, cond_dropout=config.cond_dropout)
     valid = [name for name in map(str, config.objective) if hasattr(default, name)]
-    given = {str(name): value for name, value in config.objective.items() if value is not None}
-    for name, value in given.items():
+    chosen = {str(name): value for name, value in config.objective.items() if value is not None}
+    for name, value in chosen.items():
         if name not in valid:
             raise ValueError(
                 f"objective.{name}={value} is not valid for {family.name}, which is trained with "
                 f"{type(default).__name__}: its settings are objective.{', objective.'.join(valid)}"
             )
         if OmegaConf.is_list(value):
-            given[name] = tuple(value)
-    if "density" in given:
-        given["density"] = instantiate(given["density"])
-    objective = replace(default, **given)
+            chosen[name] = tuple(value)
+    if "density" in chosen:
+        chosen["density"] = instantiate(chosen["density"])
+    objective = replace(default, **chosen)
     _report_range(objective, family, component)
     return objective
 

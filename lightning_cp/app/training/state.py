@@ -172,8 +172,8 @@ class TrainState:
     @property
     def bare_optimizer(self) -> Optimizer:
         """Return the user's optimizer, without Fabric's wrapper."""
-        found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return found
+        optimizer: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

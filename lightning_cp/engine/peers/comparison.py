@@ -106,7 +106,7 @@ class PeerCheck:
         """Compare the next forward in full, with any setting."""
         self._left = self._left or 1
 
-    def check(self, given: dict[str, Any], *, model: str) -> None:
+    def check(self, arguments: dict[str, Any], *, model: str) -> None:
         """Raise a difference found in the previous forward, then compare (in full) or sample this forward's arguments.
 
         Args: given: arguments by name. model: name of the model, for errors.
@@ -121,10 +121,10 @@ class PeerCheck:
             self.finish()
             if in_full:
                 self._forward += 1
-                compare_peers(plain(given), groups=self._groups)
+                compare_peers(plain(arguments), groups=self._groups)
             elif self._sampler is not None:
                 device = gather_device(group)
-                self._table = self._sampler.table(plain(given), forward=self._forward + 1, device=device)
+                self._table = self._sampler.table(plain(arguments), forward=self._forward + 1, device=device)
                 self._model = model
 
     def start(self) -> None:
@@ -162,9 +162,9 @@ class PeerCheck:
         names = self._sampler.names
         with without_transforms():
             by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        found = peer_samples.difference(by_rank, names)
-        if found is not None:
-            rank, problem = found
+        difference = peer_samples.difference(by_rank, names)
+        if difference is not None:
+            rank, problem = difference
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} in forward {pending.forward} of "
                 f"{pending.model} (rank {rank} of the context group against rank 0): {_REMEDY}"

@@ -94,18 +94,18 @@ class OutputHook(EngineHook):
         if not spec.is_for(x.ndim):
             return x
         check_dim(x, spec, self.rule.path)
-        call, own = self.session.current(), x.shape[spec.dim]
-        found = find_sizes(self.session, own, own)
-        if found is None:
+        call, length = self.session.current(), x.shape[spec.dim]
+        options = find_sizes(self.session, length, length)
+        if options is None:
             raise ShapeError(
-                f"the output of {self.rule.path} has {own} tokens on every rank, so it is not split: gather the output "
-                "of another module"
+                f"the output of {self.rule.path} has {length} tokens on every rank, so it is not split: gather the "
+                "output of another module"
             )
-        sizes = found[0]
+        sizes = options[0]
         if call.groups.context is None:
-            sizes = [own]
+            sizes = [length]
         elif not sizes:
-            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
+            sizes = [n for (n,) in all_gather_ints([length], group=call.groups.context)]
         if sum(sizes) < len(sizes):
             raise ShapeError(
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "

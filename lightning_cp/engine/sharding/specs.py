@@ -102,9 +102,9 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
     shards, key = session.current().shards, (id(x), id(spec))
-    whole, version, found, its_version = shards.get(key, _NONE)
-    if found is not None and whole() is x and (version, its_version) == (version_of(x), found._version):
-        shard: Tensor = found
+    whole, version, cached, its_version = shards.get(key, _NONE)
+    if cached is not None and whole() is x and (version, its_version) == (version_of(x), cached._version):
+        shard: Tensor = cached
         return shard
     shard = _shard_anew(x, spec, name=name, session=session, strict=strict)
     if shard is not x and not shard.is_inference() and not x.is_inference():
@@ -183,10 +183,10 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
 
 def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
     """Return the part of a slice of tokens that this rank holds, as a slice of this rank's tokens."""
-    (own,) = call.ranges(modalities)[call.groups.context_rank]
+    (tokens,) = call.ranges(modalities)[call.groups.context_rank]
     start, stop, step = x.indices(call.lengths[modalities[0]])
     assert step == 1, "models slice consecutive tokens"
-    return slice(*(min(max(n - own.start, 0), len(own)) for n in (start, stop)))
+    return slice(*(min(max(n - tokens.start, 0), len(tokens)) for n in (start, stop)))
 
 
 def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
@@ -266,10 +266,10 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
-    own = call.sizes(spec.modalities)[call.groups.context_rank]
-    if x.shape[spec.dim] != own:
+    expected = call.sizes(spec.modalities)[call.groups.context_rank]
+    if x.shape[spec.dim] != expected:
         raise PlanError(
-            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {own} of "
+            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {expected} of "
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim

@@ -36,8 +36,10 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     like = next(of_type(Tensor, values)) if like is None else like
     if len(like) < ranks.cfg:
         raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
-    own = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return select_samples(values, len(like), slice(own.start, own.stop), of_lists=isinstance(like, (list, tuple)))
+    samples = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return select_samples(
+        values, len(like), slice(samples.start, samples.stop), of_lists=isinstance(like, (list, tuple))
+    )
 
 
 def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:

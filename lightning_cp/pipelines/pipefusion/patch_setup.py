@@ -41,7 +41,7 @@ def make_patch_calls(
     """
     if ranks.pipe == patches == 1:
         return {}
-    found = {}
+    patch_calls = {}
     results = None
     if ranks.pipe_results:
         assert ranks.control is not None, "several ranks share a sample"
@@ -68,10 +68,10 @@ def make_patch_calls(
         counts = None if isinstance(pipe, int) else pipe
         stage = None if results is None else make_stage(installed, ranks.pipe_groups, transfers.control, counts)
         branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)
-        found[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
+        patch_calls[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
     for name in experts:
-        found[name].branches.experts = [found[other].branches for other in experts if other != name]
-    return found
+        patch_calls[name].branches.experts = [patch_calls[other].branches for other in experts if other != name]
+    return patch_calls
 
 
 def refuse_caches(installed: Installed) -> None:

@@ -140,13 +140,15 @@ class ResultTransfers:
         if not self.is_source(result):
             self._delayed.append(partial(self._start_receive, result, layout))
             return
-        own = iter(tensors)
+        remaining = iter(tensors)
         if not tensors:
             values = []
         elif is_whole:
             values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
         else:
-            values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
+            values = [
+                next(remaining).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)
+            ]
         self._delayed.append(partial(self._send, result, values, layout))
 
     def start(self, *, newest: int = 0) -> None:
@@ -173,8 +175,8 @@ class ResultTransfers:
         self.start()
         key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
-            found = form_and_tensors(output)[0] if is_source and stage.error is None else None
-            form = self._broadcast(found, result)
+            local_form = form_and_tensors(output)[0] if is_source and stage.error is None else None
+            form = self._broadcast(local_form, result)
             if form is None:
                 return None
             self._forms[key] = form
@@ -227,8 +229,8 @@ class ResultTransfers:
         result.failed = result.failed or result.stage.error is not None
         device = self._forms[result.key].device
         packet = failure_packet(layout, device) if result.failed else packet_of(tensors, device)
-        own, group = self._source(result), self.results[result.owner]
-        sends = [(peer, packet) for peer in range(group.size()) if peer != own]
+        source, group = self._source(result), self.results[result.owner]
+        sends = [(peer, packet) for peer in range(group.size()) if peer != source]
         result.outgoing.append(exchange(sends, [], group=group))
 
     def _start_receive(self, result: StageResult, layout: Layout) -> None:

@@ -98,13 +98,13 @@ class StageLinks:
             raise StageFailedError
         return [*map(zeros, earlier), last.filled(tensors)]
 
-    def send(self, key: Hashable, own: Sequence[Form], tensors: Sequence[Tensor]) -> None:
+    def send(self, key: Hashable, local_forms: Sequence[Form], tensors: Sequence[Tensor]) -> None:
         """Send the outputs of this stage's last block; before the first with this key, also their form.
 
         Args: own: forms of the outputs of this stage's blocks. tensors: tensors of the last of them.
         Raises: PlanError: the form differs from the previous one with this key; nothing was sent.
         """
-        forms = [*self.forms.get(key, []), *own]
+        forms = [*self.forms.get(key, []), *local_forms]
         if key in self.sent_forms:
             check_same(forms[-1].layout, self.sent_forms[key][-1].layout)
         else:
@@ -164,11 +164,11 @@ def receive_object(source: int, control: dist.ProcessGroup) -> Any:
     return received[0]
 
 
-def check_same(found: Layout, expected: Layout) -> None:
+def check_same(actual: Layout, expected: Layout) -> None:
     """Raises: PlanError: a result has another layout than an earlier one with arguments of the same shapes."""
-    if list(found) != list(expected):
+    if list(actual) != list(expected):
         raise PlanError(
-            f"a forward with arguments of the same shapes had results {list(expected)} before and {list(found)} now, "
+            f"a forward with arguments of the same shapes had results {list(expected)} before and {list(actual)} now, "
             "so stages of blocks cannot exchange them: use pipe=1"
         )
 

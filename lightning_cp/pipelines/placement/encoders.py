@@ -126,9 +126,9 @@ def _requiring(kind: type, names: Collection[str]) -> type:
         def __init__(self, **components: Any) -> None:
             super().__init__(**components)
 
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in required]
-    Encoding.__init__.__signature__ = inspect.Signature([own, *by_name])  # type: ignore[attr-defined]
+    Encoding.__init__.__signature__ = inspect.Signature([this, *by_name])  # type: ignore[attr-defined]
     return Encoding
 
 

@@ -62,19 +62,19 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     pairs = [(0, ranks[0]) for ranks in groups[1:]]
     if pairs:
         _compare_groups(pipe, state)
-    own = next(i for i, ranks in enumerate(groups) if rank in ranks)
-    if own:
-        torch.manual_seed((torch.initial_seed() + own) % 2**63)
+    index = next(i for i, ranks in enumerate(groups) if rank in ranks)
+    if index:
+        torch.manual_seed((torch.initial_seed() + index) % 2**63)
     with _channels([*groups, *pairs, *(pair[::-1] for pair in pairs)]) as channels:
         within, links = channels[: len(groups)], channels[len(groups) :]
         requests, replies = links[: len(pairs)], links[len(pairs) :]
-        if rank != groups[own][0]:
-            _follow(pipe, state, within[own], device)
+        if rank != groups[index][0]:
+            _follow(pipe, state, within[index], device)
             return None
-        local = LocalGroup(pipe, state, within[own])
-        if own:
+        local = LocalGroup(pipe, state, within[index])
+        if index:
             name = type(pipe).__name__
-            _raise_end(serve(local, name, requests[own - 1], replies[own - 1], rank=rank, device=device))
+            _raise_end(serve(local, name, requests[index - 1], replies[index - 1], rank=rank, device=device))
             return None
         others = [RemoteGroup(*each, device) for each in zip(groups[1:], requests, replies, strict=True)]
         return _lead(Leader(pipe, state, [local, *others]), state, loop)

@@ -110,8 +110,8 @@ def method_of(pipe: Any, name: str) -> Callable[..., Any]:
     method = attrgetter(name)(pipe)
     if not callable(method):
         raise TypeError(f"{type(pipe).__name__}.{name} is not a method")
-    found: Callable[..., Any] = method
-    return found
+    bound: Callable[..., Any] = method
+    return bound
 
 
 def _goes_on() -> None:

@@ -93,13 +93,13 @@ def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> 
         subjects = [x for x in one_rank(sizes, tokens, device) if x.name in (QUERIES_CALL, *_RING_MODES)]
         figures = measure(subjects, repeats=settings.repeats, seconds=0.0, device=device)
     for name in (QUERIES_CALL, *_RING_MODES):
-        found, call = figures[name], figures[QUERIES_CALL]
+        figures_of_mode, call = figures[name], figures[QUERIES_CALL]
         title_of_check = f"{name}, {settings.ranks} ranks, {tokens:,} tokens: time over one call"
-        if found.refused or call.refused:
-            result.checks.append(Check(title_of_check, found.refused or call.refused, "runs", False))
+        if figures_of_mode.refused or call.refused:
+            result.checks.append(Check(title_of_check, figures_of_mode.refused or call.refused, "runs", False))
             continue
-        ratio = found.median_s / call.median_s
-        cells = [f"{found.median_s:.3f}", f"{ratio:.3f}", f"{found.peak_bytes / 1e9:.2f}"]
+        ratio = figures_of_mode.median_s / call.median_s
+        cells = [f"{figures_of_mode.median_s:.3f}", f"{ratio:.3f}", f"{figures_of_mode.peak_bytes / 1e9:.2f}"]
         result.add_row(title, columns, [f"{tokens:,}", name, *cells])
         if name != QUERIES_CALL and device.type == "cuda":
             result.checks.append(Check(title_of_check, f"{ratio:.3f}", f"≤ {RATIO_GOAL}", ratio <= RATIO_GOAL))
