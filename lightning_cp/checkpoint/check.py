@@ -29,7 +29,7 @@ def parse(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def check_fields(fields: dict[str, Any]) -> None:
+def check_manifest(fields: dict[str, Any]) -> None:
     """Check the fields of a manifest. Raises: DamagedError: a field is missing, unknown or invalid."""
     if fields.keys() != _FIELDS:
         raise DamagedError(f"it must have exactly the fields {', '.join(sorted(_FIELDS))}")

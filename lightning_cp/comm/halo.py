@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
+from lightning_cp.comm.packet import Piece, pack_tensors, packet_bytes, piece_of, unpack_tensors
 from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
@@ -18,12 +18,12 @@ def sum_operator(x: Tensor, groups: str) -> Tensor:
     mesh_groups = groups_by_name(groups)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
+    mine, piece = pack_tensors([x]), Piece(tuple(x.shape), x.dtype)
     packets = all_gather_packets(mine, [mine.numel()] * mesh_groups.context_size, group=mesh_groups.context)
     accumulation_dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=accumulation_dtype, device=x.device)
     for buffer in packets:
-        total += unpack(buffer, [piece])[0]
+        total += unpack_tensors(buffer, [piece])[0]
     return total.to(x.dtype)
 
 
@@ -172,9 +172,9 @@ def _exchange_slices(
     """Exchange slices of `x` with peers. Returns: (start, tensor) for each of `receives`."""
     assert groups.context is not None, "slices are exchanged only between several ranks"
     pieces = [piece_of(x, dim, n) for _, _, n in receives]
-    out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
+    out = [(peer, pack_tensors([x.narrow(dim, start, n)])) for peer, start, n in sends]
     buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
     peers = [peer for peer, _, _ in receives]
     exchange(out, list(zip(peers, buffers, strict=True)), group=groups.context).wait()
     starts = [start for _, start, _ in receives]
-    return [(s, unpack(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]
+    return [(s, unpack_tensors(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]

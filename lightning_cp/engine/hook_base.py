@@ -71,7 +71,7 @@ def remove_hooks(module: nn.Module) -> None:
                     detail.pop(key, None)
 
 
-def refuse(refused: Mapping[str, str], arguments: Mapping[str, Any], how: str = "context-parallel") -> None:
+def refuse_arguments(refused: Mapping[str, str], arguments: Mapping[str, Any], how: str = "context-parallel") -> None:
     """Check that arguments which must be left out are not given.
 
     Args:

@@ -17,13 +17,13 @@ from lightning_cp.compat.torch_names import is_exporting
 from lightning_cp.engine.attention.missed_calls import MissedCalls
 from lightning_cp.engine.attention.replay import Replay
 from lightning_cp.engine.attention.scope import SCOPE, Scope
-from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.paths import is_compiled
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.hints import missing_split
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
-from lightning_cp.engine.value_checks import check_in_graph, check_values
+from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.nest import tensors
 
@@ -181,9 +181,9 @@ class ModelHook(EngineHook):
         for name, reason in self.rules.required.items():
             if arguments and arguments.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
-        refuse(self.rules.refused, arguments)
+        refuse_arguments(self.rules.refused, arguments)
         if not torch.compiler.is_compiling():
-            uncompiled(check_values)(arguments, session, model=model)
+            uncompiled(check_arguments)(arguments, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:
             if is_exporting():  # AOTInductor cannot compile the comparison
                 warnings.warn(

@@ -25,7 +25,7 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
-from lightning_cp.engine.value_checks import register
+from lightning_cp.engine.value_checks import register_session
 from lightning_cp.errors import PlanError
 
 _INSTALLED = "_lightning_cp"
@@ -46,7 +46,7 @@ class Installed(ForwardWrapper):
 
     def __init__(self, module: nn.Module, session: Session, rules: Rules, plan: object) -> None:
         self.module, self.session, self.rules = module, session, rules
-        register(session)
+        register_session(session)
         self.caches = StepCaches(module, session)
         self.original: Function | None = None
         self._had_forward = False

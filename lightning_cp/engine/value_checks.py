@@ -16,7 +16,7 @@ _ARGUMENT, _LEAF = "\x1e", "\x1f"  # separators of arguments, and of the leaves 
 _SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()  # custom operators take numbers, not objects
 
 
-def check_values(arguments: Mapping[str, Any], session: Session, *, model: str) -> None:
+def check_arguments(arguments: Mapping[str, Any], session: Session, *, model: str) -> None:
     """Compare arguments between ranks and check masks, in the forwards that `check_peers` selects.
 
     Args: given: arguments by name. model: name of the model, for errors.
@@ -31,7 +31,7 @@ def check_values(arguments: Mapping[str, Any], session: Session, *, model: str) 
 
 
 def check_in_graph(arguments: Mapping[str, Any], session: Session, *, model: str) -> None:
-    """Add `check_values` to the graph being traced, to run it in every forward of the compiled model."""
+    """Add `check_arguments` to the graph being traced, to run it in every forward of the compiled model."""
     values: list[Tensor] = []
     layout: list[str] = []
     for name, value in arguments.items():
@@ -45,14 +45,14 @@ def check_in_graph(arguments: Mapping[str, Any], session: Session, *, model: str
     )
 
 
-def register(session: Session) -> None:
+def register_session(session: Session) -> None:
     """Register a session, so that the operator finds it by its number."""
     _SESSIONS[session.number] = session
 
 
 @torch.library.custom_op("lightning_cp::check_forward", mutates_args=("checked",))
 def _check_forward(values: Sequence[Tensor], layout: str, model: str, number: int, checked: Tensor) -> None:
-    """Run `check_values`, and count in `checked`: the compiler would remove an operator that writes nothing."""
+    """Run `check_arguments`, and count in `checked`: the compiler would remove an operator that writes nothing."""
     session = _SESSIONS.get(number)
     checked.add_(1)
     if session is None or session.groups.context is None:
@@ -63,7 +63,7 @@ def _check_forward(values: Sequence[Tensor], layout: str, model: str, number: in
         name, shape, *kinds = entry.split(_LEAF)
         leaves = [_leaf(kind, rest) for kind in kinds]
         arguments[name] = leaves if shape == "nest" else leaves[0]
-    check_values(arguments, session, model=model)
+    check_arguments(arguments, session, model=model)
     session.peers.start()
 
 

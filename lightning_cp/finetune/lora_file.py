@@ -50,9 +50,9 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     tensors = {name: x for name, x in all_tensors.items() if name.startswith(f"{component}.")}
     if not tensors:
         raise ValueError(
-            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(all_tensors), 'missing')}. Expected "
-            f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
-            "with pipeline.load_lora_weights and save it with save_lora_weights"
+            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(all_tensors), 'missing')}. "
+            f"Expected diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, "
+            "load it with pipeline.load_lora_weights and save it with save_lora_weights"
         )
     if not isinstance(written, dict):
         raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")

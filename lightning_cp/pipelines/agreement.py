@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
-from lightning_cp.engine.peers.comparison import Digest, difference, digest
+from lightning_cp.engine.peers.comparison import Digest, digest, digest_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
@@ -110,7 +110,7 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     expected, actual = first["generators"], other["generators"]
     if expected != actual:
         return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {actual or 'no device'} on the other"
-    return difference(first["arguments"], other["arguments"])
+    return digest_difference(first["arguments"], other["arguments"])
 
 
 def _generators(value: Any) -> list[torch.Generator]:

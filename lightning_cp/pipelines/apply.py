@@ -16,8 +16,8 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.components import components_of, transformers_of
-from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare
+from lightning_cp.pipelines.components import components_of, planned_transformers
+from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
 from lightning_cp.pipelines.placement.sharding import mark_unusable
@@ -107,7 +107,7 @@ def parallelize_pipeline(
             raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")
         _check_started()
         settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **options)
-        transformers, controlnets = transformers_of(pipeline, components), controlnets_of(components)
+        transformers, controlnets = planned_transformers(pipeline, components), controlnets_of(components)
         both = [one for one in settings.shard if one in transformers]
         if settings.num_stages > 1 and both:
             raise ValueError(
@@ -119,7 +119,7 @@ def parallelize_pipeline(
     state.features = [Feature(partial(changes, state)) for changes in FEATURES]
     try:
         with state.votes.call():  # what one rank refuses, or cannot load, ends this on all
-            prepare(state)
+            prepare_weights(state)
             for feature in state.features:
                 feature.install()
             state.votes.check()

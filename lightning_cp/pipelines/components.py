@@ -121,7 +121,7 @@ def components_of(pipe: Any) -> dict[str, Any]:
     return dict(components)
 
 
-def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
+def planned_transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the components that denoise, by name; a component with two names is listed once.
 
     Raises: PlanError: no component has a plan, or a component cannot be parallel.

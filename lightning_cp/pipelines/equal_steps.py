@@ -98,7 +98,7 @@ class EqualSteps:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        difference = peer_samples.difference(
+        difference = peer_samples.sampled_difference(
             pending.read().reshape(self._sample.context_size, 1 + len(_NAMES), -1), _NAMES
         )
         if difference is not None:

@@ -18,7 +18,7 @@ from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
 from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
-from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, rank_device, shard_layers
+from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
 from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
 from lightning_cp.pipelines.wrappers import device_properties, over_branches, synchronized, vote_before
@@ -26,14 +26,14 @@ from lightning_cp.undoable import Undo, intercept_calls
 from lightning_cp.vae import parallelize_vae
 
 
-def prepare(state: ParallelPipeline) -> None:
+def prepare_weights(state: ParallelPipeline) -> None:
     """Find out where weights are to be, and build the groups of all degrees. Ranks: the whole world.
 
     Raises: ValueError, TypeError: settings that do not fit the pipeline.
     """
     settings, ranks, transformers = state.settings, state.ranks, state.modules
     state.layers = layers_to_shard(state.components, settings.shard, transformers, ranks)
-    state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, rank_device(ranks))
+    state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, sampling_device(ranks))
     state.check()
     sharded = next((name for name in state.layers if name in transformers), None)
     state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)

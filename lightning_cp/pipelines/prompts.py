@@ -16,7 +16,7 @@ from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.results import samples_of
-from lightning_cp.pipelines.state import ParallelPipeline, state_of
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
@@ -57,7 +57,7 @@ def sample_prompts(
         ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
         that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
-    installed = state_of(pipe)
+    installed = parallel_state(pipe)
     collected: list[Any] = []
     error: Exception | None = None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh.groups import MeshGroups
 
@@ -46,7 +46,7 @@ def attend_all_rows(
     if mask is not None:
         mask = _mask_of_frames(mask, lengths)
     dim = key.ndim - 2
-    keys, values = (gather(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
+    keys, values = (gather_shards(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
     return attend(query, keys, values, mask, *args, **kwargs)
 
 

@@ -60,7 +60,7 @@ CLASSES: dict[str, VaeClass] = {
 _PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # they call F.scaled_dot_product_attention
 
 
-def class_of(vae: nn.Module) -> VaeClass:
+def vae_class_of(vae: nn.Module) -> VaeClass:
     """Return the properties of a VAE. Raises: ValueError: unsupported class, noise, attention or compilation."""
     name = type(vae).__name__
     vae_class = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)

@@ -71,7 +71,7 @@ class Counts:
         )
 
 
-def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
+def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
     """Evaluate a model of device `meta` whole and in patches, and count.
 
     Args: arguments: of `model.forward`, on `meta`. The model is made parallel over one rank.
@@ -163,7 +163,7 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         model, arguments, size = MODELS[name]()
         print(f"\n{MODELS[name].__doc__}\n")
-        print("\n".join(table(count(model, {**arguments, "return_dict": False}), size)))
+        print("\n".join(table(count_patches(model, {**arguments, "return_dict": False}), size)))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def colours(names: Iterable[str]) -> dict[str, Any]:
     return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw_workload(rows: Sequence[Row], path: Path) -> None:
     """Plot time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
 
     By length, or as bars if there is only one length. Times with a spread above 30 % are marked.

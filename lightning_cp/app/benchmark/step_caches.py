@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     recognised: float
 
 
-def measure(run: Path, count: int) -> list[Measured]:
+def measure_thresholds(run: Path, count: int) -> list[Measured]:
     """Draw `count` samples without a cache and with each threshold."""
     digits = load_digits(run, count)
     transformer = digits.transformer
@@ -62,7 +62,7 @@ def measure(run: Path, count: int) -> list[Measured]:
     return measured
 
 
-def draw(measured: list[Measured], path: Path) -> None:
+def draw_thresholds(measured: list[Measured], path: Path) -> None:
     """Plot quality and time against the threshold."""
     plain, *cached = measured
     panels = [
@@ -77,7 +77,7 @@ def draw(measured: list[Measured], path: Path) -> None:
 def main(run: str, plot: str, count: str = "20") -> None:
     """Measure, and draw the plot."""
     torch.set_num_threads(1)
-    draw(measure(Path(run).absolute(), int(count)), Path(plot))
+    draw_thresholds(measure_thresholds(Path(run).absolute(), int(count)), Path(plot))
 
 
 if __name__ == "__main__":

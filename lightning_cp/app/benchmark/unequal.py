@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_cp.app.benchmark.subject import Subject, modes
-from lightning_cp.app.benchmark.workloads import model_arguments, one_process
+from lightning_cp.app.benchmark.workloads import model_arguments, one_process_subjects
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.kernels import choose_kernel
 
@@ -50,7 +50,7 @@ def shares(config: DictConfig, device: torch.device) -> list[Subject]:
 
         return step
 
-    subjects = one_process(lambda: step_of(None, None), device)[:1]
+    subjects = one_process_subjects(lambda: step_of(None, None), device)[:1]
     by_speed = [2] * (world - 1) + [1]
     for name, parallel in modes(world).items():
         subjects.append(Subject(f"{name}, equal shares", functools.partial(step_of, parallel, None)))

@@ -26,7 +26,7 @@ from lightning_cp.launch.scratch import temporary_folder
 
 
 @reads_settings
-def check(config: DictConfig) -> None:
+def check_modes(config: DictConfig) -> None:
     """Check every mode on every rank; rank 0 writes a line per mode."""
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def run(config: DictConfig) -> int:
     with temporary_folder() as folder:
         result, settings = folder / "result.jsonl", folder / "settings.yaml"
         OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
-        job = Job(f"{__name__}:check", settings, config.ranks, folder / "logs", threads=1)
+        job = Job(f"{__name__}:check_modes", settings, config.ranks, folder / "logs", threads=1)
         result_of_job = LocalLauncher(limit_s=config.limit_s).launch(job)
         rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     if rows:

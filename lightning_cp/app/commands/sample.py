@@ -44,7 +44,7 @@ def sample(config: DictConfig) -> None:
     seconds = (from_pipeline if config.trained is None else from_checkpoint)(config, fabric, album, parallel)
     has_sheet = album.draw_sheet(folder / "contact_sheet.png")
     if fabric.is_global_zero:
-        summarise(folder, seconds, config, has_sheet=has_sheet)
+        summarise_sampling(folder, seconds, config, has_sheet=has_sheet)
 
 
 def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
@@ -114,7 +114,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.finetune.lora_file import load_lora
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
-    from lightning_cp.pipelines.components import components_of, transformers_of
+    from lightning_cp.pipelines.components import components_of, planned_transformers
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -128,7 +128,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together" and not on_meta:
         pipe.to(fabric.device)
-    transformers = transformers_of(pipe, components_of(pipe)).values()
+    transformers = planned_transformers(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
@@ -170,7 +170,7 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
     return arguments
 
 
-def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
+def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
     with writing_new(folder / "timings.json", "The samples are kept") as path:
         path.write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")

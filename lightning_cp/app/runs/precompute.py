@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.runs.run_folder import check_writable
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
@@ -63,7 +63,7 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     paths = {"output": str(output), "data": {"path": str(path)}}
     if is_first(env):
         check_writable(output, "output")
-    return CheckedRun(resolve(OmegaConf.merge(config, settled, paths)), world)
+    return CheckedRun(resolve_config(OmegaConf.merge(config, settled, paths)), world)
 
 
 def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:

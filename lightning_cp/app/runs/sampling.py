@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_cp.app.runs import sweep
-from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.app.settings.formats import check_format
@@ -51,7 +51,7 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
     with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches and stages of blocks as data groups
         with_world.strategy.data_parallel = world.data_parallel * world.cfg * world.pipe
-    resolved: Any = OmegaConf.merge(resolve(with_world), OmegaConf.create(source))
+    resolved: Any = OmegaConf.merge(resolve_config(with_world), OmegaConf.create(source))
     check_trainer(resolved)
     if resolved.prompts == []:
         raise SettingsError("prompts=[] is not valid: give at least one prompt, or null for none")

@@ -22,7 +22,7 @@ from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
-from lightning_cp.export import on_rank_zero, unwrapped
+from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
@@ -252,7 +252,7 @@ def _check_validation(config: DictConfig, cache: LatentCache) -> None:
 
 def _rank_and_alpha(run: Run) -> dict[str, float]:
     """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
-    model: Any = unwrapped(run.tuning.transformer)
+    model: Any = diffusers_model_of(run.tuning.transformer)
     (adapter,) = model.peft_config.values()
     return {"rank": adapter.r, "alpha": adapter.lora_alpha}
 

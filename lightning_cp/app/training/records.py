@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_rows, show_from_zero
+from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_metric_rows, show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import no_link, writing, writing_new
@@ -96,7 +96,7 @@ def read_metrics(path: Path) -> list[StepReport]:
     """Read the rows of a `metrics.csv`. Raises: FileNotFoundError, ValueError: it does not exist, or is damaged."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    rows = list(read_rows(path))
+    rows = list(read_metric_rows(path))
     defaults = {x.name: x.default for x in fields(StepReport) if x.default is not MISSING}  # columns of later versions
     missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in defaults]
     if missing:

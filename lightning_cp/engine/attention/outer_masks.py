@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.mesh.groups import MeshGroups
 
 
@@ -23,7 +23,7 @@ def gather_token_mask(mask: Tensor, lengths: Sequence[int], groups: MeshGroups) 
     Args: lengths: number of tokens on each rank. Ranks: all of the context group.
     """
     values = mask if mask.is_floating_point() else mask.to(torch.uint8)
-    return gather(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
+    return gather_shards(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
 
 
 def outer_mask(queries: Tensor, keys: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_cp.compat.torch_names import (
 )
 from lightning_cp.config import CHECK_PEERS
 from lightning_cp.engine.peers import samples as peer_samples
-from lightning_cp.engine.peers.samples import Sampler, plain_values, tensors
+from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 
@@ -162,7 +162,7 @@ class PeerCheck:
         names = self._sampler.names
         with without_transforms():
             by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        difference = peer_samples.difference(by_rank, names)
+        difference = peer_samples.sampled_difference(by_rank, names)
         if difference is not None:
             rank, problem = difference
             raise PeerMismatchError(
@@ -183,11 +183,11 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    local = {name: digest(x) for name, x in tensors("", arguments)}
+    local = {name: digest(x) for name, x in compared_leaves("", arguments)}
     local |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
     by_rank = gather_objects(local, groups.context)
     for rank, other in enumerate(by_rank):
-        problem = difference(by_rank[0], other)
+        problem = digest_difference(by_rank[0], other)
         if problem:
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "
@@ -195,7 +195,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
             )
 
 
-def difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
+def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
     """Describe the first difference between the named digests of two ranks; None if there is none."""
     for name in dict.fromkeys([*first, *other]):
         if name not in first or name not in other:

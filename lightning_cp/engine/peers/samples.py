@@ -59,7 +59,7 @@ class Sampler:
         nothing = torch.zeros(2 * BUCKETS, dtype=torch.float64, device=device)
         structures, contents = [float(forward)], [nothing]
         for name in self.names:
-            leaves = list(tensors(name, arguments.get(name)))
+            leaves = list(compared_leaves(name, arguments.get(name)))
             kinds = [(path, _shape_and_dtype(x)) for path, x in leaves] + list(plain_values(name, arguments.get(name)))
             structures.append(_hash(kinds) if kinds else 0.0)
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
@@ -122,7 +122,7 @@ def intervals(elements: int, count: int, device: torch.device) -> tuple[Tensor, 
     return bounds[:-1], bounds.diff()
 
 
-def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
+def sampled_difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
     Args: by_rank: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
@@ -145,7 +145,7 @@ def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[
     return rank, f"the shapes, types or whole numbers of {names[index]} differ"
 
 
-def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def compared_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a nest, and its floats as scalar tensors, with their names."""
     for name, x in named_leaves(prefix, value):
         if isinstance(x, Tensor):

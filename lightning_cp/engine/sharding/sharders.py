@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.hints import unplanned_shapes
@@ -39,7 +39,7 @@ class ArgumentHook(EngineHook):
             call.block = self.name
             call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
         if self.refused:
-            refuse(self.refused, {**dict(zip(self.order, args)), **named})
+            refuse_arguments(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:
@@ -111,7 +111,7 @@ class OutputHook(EngineHook):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        return gather_shards(x, spec.dim % x.ndim, sizes, call.groups.name)
 
 
 def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather, sizes_in
+from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
@@ -273,7 +273,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim
-    gathered = gather(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
+    gathered = gather_shards(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]

@@ -19,7 +19,7 @@ from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
-from lightning_cp.engine.hook_base import refuse
+from lightning_cp.engine.hook_base import refuse_arguments
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
@@ -204,7 +204,7 @@ def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[s
 
     Args: how: the setting that divides the calls. Raises: ShapeError.
     """
-    refuse(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
+    refuse_arguments(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
 
 
 def refuse_packed_samples(installed: Installed, cfg: int) -> None:

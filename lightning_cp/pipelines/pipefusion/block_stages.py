@@ -22,7 +22,7 @@ from lightning_cp.engine.meta import free_weights, freed_weights, load_deferred
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError, StageLinks, zeros
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors
@@ -82,7 +82,7 @@ class BlockStage:
     @property
     def count(self) -> int:
         """Number of stages."""
-        return self.links.groups.context_size
+        return self.links.stages.num_stages
 
     @property
     def error_of_others(self) -> bool:
@@ -199,9 +199,9 @@ class BlockStage:
 
 
 def make_stage(
-    installed: Installed, groups: MeshGroups, control: dist.ProcessGroup, counts: Sequence[int] | None = None
+    installed: Installed, stages: StageGroup, control: dist.ProcessGroup, counts: Sequence[int] | None = None
 ) -> BlockStage:
-    """Divide the blocks of a transformer over the ranks of `groups`.
+    """Divide the blocks of a transformer over the ranks of `stages`.
 
     Args:
         control: a gloo group that contains them.
@@ -209,22 +209,22 @@ def make_stage(
             with separate weights for text and image, which have more parameters.)
     Raises: ValueError: more stages than blocks, or the counts do not fit.
     """
-    model, stages = installed.module, groups.context_size
+    model, num_stages, stage = installed.module, stages.num_stages, stages.stage
     name, paths = type(model).__name__, blocks_of(installed)
     blocks = [submodule(model, path) for path in paths]
-    if len(blocks) < stages:
-        raise ValueError(f"pipe={stages} must be at most the number of blocks of {name}, {len(blocks)}")
+    if len(blocks) < num_stages:
+        raise ValueError(f"pipe={num_stages} must be at most the number of blocks of {name}, {len(blocks)}")
     if counts is None:
-        range_of_stage = shard_range(len(blocks), stages, groups.context_rank)
+        range_of_stage = shard_range(len(blocks), num_stages, stage)
     else:
-        if len(counts) != stages or min(counts) < 1 or sum(counts) != len(blocks):
+        if len(counts) != num_stages or min(counts) < 1 or sum(counts) != len(blocks):
             raise ValueError(
-                f"pipe={list(counts)} must have one positive number of blocks for each of the {stages} stages, and sum "
-                f"to the {len(blocks)} blocks of {name}"
+                f"pipe={list(counts)} must have one positive number of blocks for each of the {num_stages} stages, and "
+                f"sum to the {len(blocks)} blocks of {name}"
             )
-        start = sum(counts[: groups.context_rank])
-        range_of_stage = range(start, start + counts[groups.context_rank])
-    return BlockStage(installed, StageLinks(groups, control), blocks, range_of_stage)
+        start = sum(counts[:stage])
+        range_of_stage = range(start, start + counts[stage])
+    return BlockStage(installed, StageLinks(stages, control), blocks, range_of_stage)
 
 
 def release_others(stage: BlockStage) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.attention.call import Settings
 from lightning_cp.comm.halo import sum_over_ranks
-from lightning_cp.comm.shards import gather, shard_range
+from lightning_cp.comm.shards import gather_shards, shard_range
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.engine.attention.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
@@ -210,7 +210,7 @@ class PatchEvaluation(Evaluation):
             return tensor.index_select(dim, numbers_on(tensor.device, rows, torch.int64))
 
         mine = select(x, [row - local_rows.start for row in kept_by_rank[groups.context_rank]])
-        new = gather(mine, dim, [len(rows) for rows in kept_by_rank], groups.name)
+        new = gather_shards(mine, dim, [len(rows) for rows in kept_by_rank], groups.name)
         buffer = self.next_buffer()
         if self.patch is None:
             buffer.tensors = [new]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
@@ -67,14 +67,14 @@ class ResultTransfers:
     All these ranks call the methods in order, except `take`.
 
     Attributes:
-        groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
+        stages: the ranks that hold the stages of this rank's branch.
         results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
             send waits for another one (with NCCL, a rank sends and receives in order).
         control: a gloo group that contains them, for forms and positions.
         branch: this rank's CFG branch.
     """
 
-    groups: MeshGroups
+    stages: StageGroup
     results: Sequence[dist.ProcessGroup]
     control: dist.ProcessGroup
     branch: int = 0
@@ -85,15 +85,15 @@ class ResultTransfers:
     @property
     def is_first(self) -> bool:
         """True on the first stage."""
-        return self.groups.context_rank == 0
+        return self.stages.stage == 0
 
     def is_source(self, result: StageResult) -> bool:
         """Return True on the rank that computes a result: the last stage of its branch."""
-        return self.branch == result.owner and self.groups.context_rank == self.groups.context_size - 1
+        return self.branch == result.owner and self.stages.stage == self.stages.num_stages - 1
 
     def _source(self, result: StageResult) -> int:
         """Return the rank in `group` that computes a result."""
-        return (result.owner + 1) * self.groups.context_size - 1
+        return (result.owner + 1) * self.stages.num_stages - 1
 
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
         """Return the positions of each piece of a result; empty if they are not known."""

@@ -34,7 +34,7 @@ def is_vae(module: object) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
 
 
-def rank_device(ranks: SampleGroups) -> torch.device:
+def sampling_device(ranks: SampleGroups) -> torch.device:
     """Return the device on which this rank computes."""
     mesh = ranks.context.mesh
     kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -184,7 +184,7 @@ def shard_layers(
         groups = ranks.context if name in transformers else ranks.sample
         if groups.context is None:
             continue
-        device = rank_device(ranks)
+        device = sampling_device(ranks)
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.

@@ -16,13 +16,13 @@ from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.placement.sharding import rank_device
+from lightning_cp.pipelines.placement.sharding import sampling_device
 from lightning_cp.pipelines.serving.leader import Leader
-from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run
+from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run_request
 from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.serving.requests import Requests
-from lightning_cp.pipelines.state import ParallelPipeline, state_of
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
 _log = logging.getLogger("lightning_cp")
@@ -55,8 +55,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     Raises: PlanError: the pipeline is not parallel. PeerMismatchError: data groups have other components. On rank 0,
         what `loop` raises. CallFailedError: on the other ranks, if `loop` raises.
     """
-    state = state_of(pipe)
-    rank, device = dist.get_rank() if dist.is_initialized() else 0, rank_device(state.ranks)
+    state = parallel_state(pipe)
+    rank, device = dist.get_rank() if dist.is_initialized() else 0, sampling_device(state.ranks)
     groups = sorted(state.ranks.data_groups, key=lambda ranks: 0 not in ranks)  # rank 0's is the first
     groups[0] = tuple(sorted(groups[0]))  # rank 0 leads it, wherever it is in a mesh
     pairs = [(0, ranks[0]) for ranks in groups[1:]]
@@ -125,7 +125,7 @@ def _follow(pipe: Any, state: ParallelPipeline, requests: Requests, device: torc
                 args, kwargs = arguments.on(device)
                 if request.has_callback:
                     kwargs[CALLBACK] = no_change
-                run(pipe, request, args, kwargs)
+                run_request(pipe, request, args, kwargs)
         except Exception as error:
             if state.votes.broken is not None:
                 raise

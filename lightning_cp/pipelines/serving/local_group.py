@@ -92,12 +92,12 @@ class LocalGroup:
         self._votes.interrupt = interrupt
         try:
             with self._votes.call(by_leader=True):
-                return run(self._pipe, call.request, call.args, kwargs)
+                return run_request(self._pipe, call.request, call.args, kwargs)
         finally:
             self._votes.interrupt = _goes_on
 
 
-def run(pipe: Any, request: Request, args: Any, kwargs: Any) -> Any:
+def run_request(pipe: Any, request: Request, args: Any, kwargs: Any) -> Any:
     """Call the pipeline, or its method. Ranks: all of the data group."""
     with use_degrees(pipe, request.degrees):
         return (method_of(pipe, request.name) if request.name else pipe)(*args, **kwargs)

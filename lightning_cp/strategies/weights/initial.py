@@ -132,8 +132,8 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
         copy_full_tensor(_broadcast(tensors[name].detach(), device), tensors[name])
     if differ or missing:
         rank_zero_only(_log.info)(
-            f"{type(module).__name__}: {len(differ) + len(missing)} of {len(local_entries)} initial weights and buffers "
-            "differ between ranks; every rank starts from rank 0's"
+            f"{type(module).__name__}: {len(differ) + len(missing)} of {len(local_entries)} initial weights and "
+            "buffers differ between ranks; every rank starts from rank 0's"
         )
     values = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
     missing_ids = {id(tensors[name]) for name in missing}

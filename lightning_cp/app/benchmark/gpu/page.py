@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
-from lightning_cp.app.benchmark.plots import draw
+from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.report import Row, machine_name
 from lightning_cp.files import writing_new
 
@@ -92,7 +92,7 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
     if ratios is not None and ratios.rows:
         for workload in dict.fromkeys(row["workload"] for row in ratios.rows):
             path = folder / f"gpu_{workload.replace(' ', '_')}.png"
-            draw([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
+            draw_workload([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
             plots.setdefault("one_rank", []).append(path)
     memory = results.get("memory")
     if memory is not None and memory.tables:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lightning_cp.app.benchmark.trace import read_trace, record
+from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.compat.torch_names import fake_store
 
 
@@ -37,7 +37,7 @@ def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Measure the peak bytes that `step` allocates, without what was allocated before."""
     if device.type == "cpu":
-        return read_trace(record(step)).peak_bytes
+        return read_trace(record_trace(step)).peak_bytes
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
