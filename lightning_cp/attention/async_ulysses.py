@@ -165,11 +165,9 @@ class _Transfer:
         self._pending: Callable[[], list[Tensor]] | None = None
 
     def start(self, x: Tensor, *, adjoint: bool = False) -> None:
-        """Start the exchange, or its adjoint, of one tensor."""
         self._pending = (self._start_adjoint if adjoint else self._start)([x], to=self._to)
 
     def finish(self) -> Tensor:
-        """Wait for the exchange that was started, and return its result."""
         if self._pending is None:
             raise RuntimeError("this exchange was already finished: pass the result of start_ulysses to one call only")
         pending, self._pending = self._pending, None
@@ -248,6 +246,5 @@ def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
 
 
 def _chunks(lengths: Sequence[int], groups: MeshGroups) -> list[int]:
-    """Return the number of tokens of each Ulysses group, in ring order."""
     rings, degree = groups.context_shape
     return [sum(lengths[i * degree : (i + 1) * degree]) for i in range(rings)]

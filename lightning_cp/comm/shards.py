@@ -150,5 +150,4 @@ def compare_shares(groups: MeshGroups) -> None:
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Return the segment lengths of each rank."""
     return [list(sizes[rank::ranks]) for rank in range(ranks)]

@@ -264,7 +264,6 @@ def _compare(expected: dict[str, Tensor | None], parallel: dict[str, Tensor | No
 
 
 def _worst(by_rank: Sequence[list[Difference]]) -> tuple[Difference, ...]:
-    """Return the largest error over all ranks, for each name."""
     largest: dict[str, Difference] = {}
     for x in (x for differences in by_rank for x in differences):
         known = largest.get(x.name)

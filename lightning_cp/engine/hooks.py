@@ -141,7 +141,6 @@ class ModelHook(EngineHook):
             ) from error
 
     def _record_unsplit_lengths(self, arguments: dict[str, Any]) -> None:
-        """Record the lengths of arguments that the plan does not split."""
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
         for name, value in arguments.items():
             if name not in split:

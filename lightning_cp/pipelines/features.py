@@ -55,7 +55,6 @@ def _transformers(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
-    """Compute transformers in patches and stages of blocks."""
     pipeline, settings = state.pipeline, state.settings
     state.patch_calls = make_patch_calls(
         state.transformers,
@@ -90,7 +89,6 @@ def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _adapters(state: ParallelPipeline) -> Iterator[Undo]:
-    """Let LoRAs be loaded and swapped."""
     for module in (*state.modules.values(), *state.controlnet_modules.values()):
         if hasattr(module, "load_lora_adapter"):
             yield allow_hotswap(module)
@@ -116,7 +114,6 @@ def _decoders(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _component_stages(state: ParallelPipeline) -> Iterable[Undo]:
-    """Move components to the device in their stage of a call."""
     return () if state.stages is None else follow_stages(state.stages)
 
 

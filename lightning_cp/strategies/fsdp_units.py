@@ -72,7 +72,6 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
-    """List the blocks: those named by plans, and elsewhere the members of ModuleLists."""
     planned = [
         one.module.get_submodule(path)
         for one in installed

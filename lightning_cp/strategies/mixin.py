@@ -277,7 +277,6 @@ class ContextParallelMixin:
             rank_zero_only(_log.info)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
-        """Make the transformers in `module` context-parallel."""
         return self.context.wrap(module)
 
     @contextmanager

@@ -54,7 +54,6 @@ def check_modes(config: DictConfig) -> None:
 
 
 def _load(location: str, name: str) -> Any:
-    """Return `name` from a Python file or a module."""
     return load_target(f"{location}:{name}")
 
 

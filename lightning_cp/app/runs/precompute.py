@@ -67,7 +67,6 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
 
 
 def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:
-    """Return the number of ranks of this node, or "auto" if a launcher has started them."""
     vae_ranks, devices = read(config, "precompute.vae_ranks"), read(config, "devices")
     if devices == "auto" and env is None:
         devices = machine.gpus if read(config, "accelerator") != "cpu" else 0

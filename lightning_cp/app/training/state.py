@@ -177,6 +177,5 @@ class TrainState:
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of weights, averages and optimizer, by name."""
     tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
     return {name: tuple(x.shape) for name, x in tensors.items()}

@@ -57,7 +57,6 @@ class Scopes:
                 yield module, BypassHook(self._session, model, self._scope((), drops=False), _around(path, scopes))
 
     def _own(self, rules: Rules) -> dict[str, Scope]:
-        """Return the scopes that the plan defines, by path."""
         model = self._model
         whole = {_canonical(model, path) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
         planned = {

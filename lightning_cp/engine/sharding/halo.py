@@ -43,7 +43,6 @@ class HaloHook(EngineHook):
         return output.narrow(self.rule.dim, min(self.rule.reach, rows.start) if rows else 0, len(rows))
 
     def _rows(self) -> list[range]:
-        """Return the rows of each rank in the whole sequence."""
         call, rows = self.session.current(), []
         start, *sizes, _ = call.row_parts(self.rule.modality)
         for size in sizes:

@@ -182,7 +182,6 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
 
 
 def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
-    """Return the part of a slice of tokens that this rank holds, as a slice of this rank's tokens."""
     (tokens,) = call.ranges(modalities)[call.groups.context_rank]
     start, stop, step = x.indices(call.lengths[modalities[0]])
     assert step == 1, "models slice consecutive tokens"

@@ -209,7 +209,6 @@ class PatchCalls:
             branch.done += 1
 
     def _run(self, compute: Callable[..., Any], forwards: list[_Forward]) -> Any:
-        """Run the forwards of a call, all blocks on this rank."""
         output, evaluation = None, current_evaluation(self.installed.session)
         for forward in forwards:
             if evaluation is not None:

@@ -92,7 +92,6 @@ class ResultTransfers:
         return self.branch == result.owner and self.stages.stage == self.stages.num_stages - 1
 
     def _source(self, result: StageResult) -> int:
-        """Return the rank in `group` that computes a result."""
         return (result.owner + 1) * self.stages.num_stages - 1
 
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:

@@ -236,7 +236,6 @@ def mark_unusable(
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the entries with parameters of the outermost module lists."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if any(True for _ in layer.parameters())]
     return [layer for child in module.children() for layer in _layers(child)]

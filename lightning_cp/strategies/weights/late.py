@@ -101,7 +101,6 @@ class _WeightsAtSetup:
 
     @torch.no_grad()
     def now(self) -> _Now:
-        """Return the present state."""
         sums = {name: checksum(x) for name, x in self._whole.items() if not x.is_meta and x.layout == torch.strided}
         changed = next((name for name, x in self._shards.items() if x.has_changed()), None)
         return _Now(self._number, self._name, sums, changed)

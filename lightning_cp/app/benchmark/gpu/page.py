@@ -102,7 +102,6 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
 
 
 def _draw_memory(table: ResultTable, path: Path) -> None:
-    """Draw bars of measured and expected peak memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.5 * len(table.rows) + 1.4), layout="constrained")
