@@ -45,7 +45,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, *internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, _as_uint32(keys), *rest))
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
 
 
 def share_random_state(groups: MeshGroups) -> None:
@@ -181,7 +181,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}
     return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
-
-
-def _as_uint32(keys: Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return keys.cpu().numpy().astype(np.uint32)

@@ -162,10 +162,6 @@ class Call:
             self.peers.start()
 
 
-def _zero() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
 @dataclass(eq=False)
 class Session:
     """Settings and state of one context-parallel model.
@@ -201,7 +197,7 @@ class Session:
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
-    num_graph_checks: torch.Tensor = field(default_factory=_zero)
+    num_graph_checks: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
 

@@ -27,9 +27,7 @@ class WeightStream:
         _stream(module, Path(self.folder))
 
 
-def stream_weights(
-    module: nn.Module, source: str | Path, component: str = "transformer", *, setting: str = "model.pretrained"
-) -> None:
+def stream_weights(module: nn.Module, source: str | Path, component: str = "transformer") -> None:
     """Copy a pretrained transformer's weights into a model, in the model's dtypes.
 
     The files are memory-mapped, and each rank copies its own slice of each tensor: at most one slice more than the
@@ -38,10 +36,10 @@ def stream_weights(
 
     Args:
         module: the transformer, with whole or sharded (DTensor) weights that have storage.
-        source, component, setting: see `load_transformer`.
+        source, component: see `load_transformer`.
     Raises: ValueError: a file is missing or damaged, or names or shapes differ from the model's.
     """
-    _stream(module, local_pipeline(source, component, setting=setting) / component)
+    _stream(module, local_pipeline(source, component, setting="model.pretrained") / component)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ class FlashAttnKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
         d = query.shape[-1]
-        q, k, v = (pad_heads(x, 8) for x in (query, key, value))  # the packages take any strides, the last one being 1
+        q, k, v = (pad_heads(x) for x in (query, key, value))  # the packages take any strides, the last one being 1
         out, lse = self._forward(q, k, v, causal=causal, scale=scale)
         return PartialAttention(out[..., :d], lse.transpose(1, 2))
 
@@ -54,7 +54,7 @@ class FlashAttnKernel:
         scale: float,
     ) -> Grads:
         d = query.shape[-1]
-        g, q, k, v, out = (pad_heads(x, 8) for x in (grad_out, query, key, value, part.out))
+        g, q, k, v, out = (pad_heads(x) for x in (grad_out, query, key, value, part.out))
         grads = Grads(*(x.new_empty(x.shape) for x in (q, k, v)))
         self._backward(
             g, q, k, v, PartialAttention(out, part.lse.transpose(1, 2).contiguous()), grads, causal=causal, scale=scale

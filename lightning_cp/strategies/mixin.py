@@ -96,9 +96,8 @@ class ContextParallelMixin:
         whole_world: str | None = None,
         **kwargs: Any,
     ) -> None:
-        settings = (
-            locals()
-        )  # before other names are bound: a setting of StrategySettings is only added to the signature
+        # Before other names are bound: a setting of StrategySettings is only added to the signature.
+        settings = locals()
         uses_trainer = any(kind.__module__.startswith("lightning.pytorch") for kind in type(self).__mro__)
         check_private_uses("trainer" if uses_trainer else "fabric")
         check_known(type(self), kwargs)

@@ -82,7 +82,7 @@ class StageLinks:
         Raises: StageFailedError: the previous stage has failed.
         """
         if key not in self.forms:
-            forms = self._receive_object()
+            forms = receive_object(dist.get_global_rank(self.group, self.stages.stage - 1), self.control)
             if forms is None:
                 self._start_results()
                 raise StageFailedError
@@ -146,9 +146,6 @@ class StageLinks:
 
     def _send_object(self, value: Any) -> None:
         send_object(value, dist.get_global_rank(self.group, self.stages.stage + 1), self.control)
-
-    def _receive_object(self) -> Any:
-        return receive_object(dist.get_global_rank(self.group, self.stages.stage - 1), self.control)
 
 
 def send_object(value: Any, target: int, control: dist.ProcessGroup) -> None:

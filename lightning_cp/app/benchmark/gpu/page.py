@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
+from lightning_cp.app.benchmark.gpu.results import ResultTable, StageResult
 from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.report import Row, machine_name
 from lightning_cp.files import writing_new
@@ -66,12 +66,9 @@ def _summary(name: str, result: StageResult | None) -> list[str]:
     if result is None:
         return [name, "not run", ""]
     missed = sum(check.passed is False for check in result.checks)
-    text = result.error or (f"{missed} goals missed" if missed else "all goals met" if _goals(result) else "no goals")
+    has_goals = any(check.passed is not None for check in result.checks)
+    text = result.error or (f"{missed} goals missed" if missed else "all goals met" if has_goals else "no goals")
     return [name, text.replace("|", "/").replace("\n", " ")[:300], f"{result.seconds:.0f}"]
-
-
-def _goals(result: StageResult) -> list[Check]:
-    return [check for check in result.checks if check.passed is not None]
 
 
 def _ratio_tables(result: StageResult) -> Iterable[ResultTable]:
