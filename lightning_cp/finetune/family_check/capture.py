@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.finetune.families import Family, InputOptions, Media, collate
+from lightning_cp.finetune.families.latents import by_name, like
 from lightning_cp.finetune.family_check.pipeline_calls import (
     Recording,
     call,
@@ -21,7 +22,7 @@ from lightning_cp.finetune.objectives.objective import activation_dtype
 
 # Arguments that may differ in bfloat16, by two roundings: pipelines normalise conditions (a part of the hidden states)
 # in bfloat16, and Flux and QwenImage round times and then divide them. All other arguments must be equal.
-_ROUNDED, _ROUNDING = ("hidden_states", "timestep"), 2.0**-7
+_ROUNDING = 2.0**-7
 _GUIDANCE = 3.5  # of transformers with a guidance embedding
 _STEPS = 2
 
@@ -47,10 +48,11 @@ def capture_proof(
         branches = [_arguments(pipe, family, record, x, step, settings["guidance_scale"]) for x in samples]
         calls = record.calls[step * per_step : (step + 1) * per_step]
         for name, error in _differences(calls, branches, len(captions)):
-            if step == 0 or name.split()[-1] != "hidden_states":
+            if step == 0 or name.split()[-1] not in family.entries:
                 errors[name] = max(errors.get(name, 0.0), error)
     exact = activation_dtype(transformers_of(pipe, family.components)[0]) == torch.float32
-    allowed = {name: 0.0 if exact or name.split()[-1] not in _ROUNDED else _ROUNDING for name in errors}
+    rounded = (*family.entries, family.time_entry)
+    allowed = {name: 0.0 if exact or name.split()[-1] not in rounded else _ROUNDING for name in errors}
     worst = max(errors, key=lambda name: (errors[name] > allowed[name], errors[name]))
     return Proof("capture", errors[worst], allowed[worst], worst if errors[worst] else "")
 
@@ -59,7 +61,8 @@ def _arguments(
     pipe: Any, family: Family, record: Recording, samples: list[Any], step: int, guidance: float
 ) -> dict[str, Any]:
     stored = collate(samples, family.text)
-    noisy = _noise(record, family.clean(stored)) * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    clean, scale = family.clean(stored), getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    noisy = like(clean, {name: _noise(record, x) * scale for name, x in by_name(clean).items()})
     times = _times(pipe, family, step, len(samples))
     options = InputOptions(activation_dtype(transformers_of(pipe, family.components)[0]), guidance)
     return passed_arguments(family.inputs(noisy, times, stored, options))
