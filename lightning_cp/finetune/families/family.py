@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_moments
+from lightning_cp.finetune.families.encode import decode_latents, latent_moments
 from lightning_cp.finetune.families.latents import Latents
 from lightning_cp.finetune.families.shift import ResolutionShift
 
@@ -285,6 +285,18 @@ class Family(ABC):
     def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
         """Return the shift of flow times. Args: latents: shape of one sample's x0."""
         return self.objective.shift
+
+    @property
+    def sound_rate(self) -> int | None:
+        """Samples per second of "sound" [b, 2, samples] that `encode_media` takes; None: the model has no sound."""
+        return None
+
+    def decoded(self, pipe: Any, stored: Stored) -> dict[str, Tensor]:
+        """Decode stored latents as the pipeline does: pixels in [0, 1] as "", and other fields of its result by name.
+
+        It is for proofs. Default: the pixels, decoded by the VAE.
+        """
+        return {"": decode_latents(pipe.vae, stored["latents"])}
 
 
 def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:
