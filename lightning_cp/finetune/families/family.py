@@ -35,11 +35,15 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None)."""
+    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None).
+
+    `after_encode_prompt` are those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
+    """
 
     text: tuple[str, ...]
     media: tuple[str, ...] = ("vae",)
     train: tuple[str, ...] = ("transformer",)
+    after_encode_prompt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,11 @@ class LTX2(LTX):
 
     name = "ltx2"
     pipelines = ("LTX2Pipeline",)
-    components = Components(text=("text_encoder", "tokenizer", "connectors"), media=("vae", "audio_vae"))
+    components = Components(
+        text=("text_encoder", "tokenizer", "connectors"),
+        media=("vae", "audio_vae"),
+        after_encode_prompt=("connectors",),
+    )
     text_length = 1024
     outputs = 2
     entries = ("hidden_states", "audio_hidden_states")

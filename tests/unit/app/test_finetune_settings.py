@@ -42,6 +42,7 @@ def here(tmp_path: Path) -> Path:
             "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
         },
         "empty": {"model_index.json": {}},
+        "modular": {"modular_model_index.json": {"_class_name": "MiniMaxH3ModularPipeline"}},
         "cache": {
             "index.json": {},
             "complete.json": {"samples": 6},
@@ -109,6 +110,10 @@ def test_valid_settings_pass(here: Path, overrides: str) -> None:
 
 
 REFUSED = [
+    (
+        "model.pretrained=HERE/modular",
+        "model.pretrained=HERE/modular is a modular pipeline (MiniMaxH3ModularPipeline), which cannot be fine-tuned",
+    ),
     (
         "strategy=cp ring=4 ulysses=2",
         r"shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the pro",
