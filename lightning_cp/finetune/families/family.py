@@ -169,6 +169,7 @@ class Family(ABC):
         lora_targets: default `target_modules` of a LoRA.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
+        default_frames: frames of a clip, if the pipeline's call has no default.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
             once for each sample.
     """
@@ -181,6 +182,7 @@ class Family(ABC):
     outputs: ClassVar[int] = 1
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
     time_entry: ClassVar[str] = "timestep"
+    default_frames: ClassVar[int] = 1
     one_per_call: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

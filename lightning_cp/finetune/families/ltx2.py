@@ -47,6 +47,7 @@ class LTX2(LTX):
         after_encode_prompt=("connectors",),
     )
     text_length = 1024
+    default_frames = 121
     outputs = 2
     entries = ("hidden_states", "audio_hidden_states")
 

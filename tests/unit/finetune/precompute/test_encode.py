@@ -352,6 +352,8 @@ def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp
         row["reference"] = file.name
     (data / "rows.jsonl").write_text(json.dumps(row))
     settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    if frames > 1:
+        settings["fps"] = 24.0
     encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)
     cache = LatentCache(tmp_path / "out")
     draw_contact_sheet(made(case).vae, cache, tmp_path / "sheet.png", 4)
