@@ -61,7 +61,6 @@ class LTX2(LTX):
             "sound_hop": vae.config.mel_hop_length,
             "sound_bins": vae.config.mel_bins,
             "sound_temporal": vae.temporal_compression_ratio,
-            "sound_channels": vae.config.latent_channels,
             "sound_mean": vae.latents_mean.tolist(),
             "sound_std": vae.latents_std.tolist(),
             "position_scales": list(transformer.vae_scale_factors),
