@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -91,9 +91,8 @@ class PromptSampler:
         """
         kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
-        names = family_class(kind).components.text
-        model: Any = transformer
-        text = RecordedPrompts()
+        components, model = family_class(kind).components, cast(Any, transformer)
+        names, text = components.text, RecordedPrompts(components.after_encode_prompt)
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:

@@ -156,6 +156,21 @@ def _text_from_another_encoder(base: type[Family]) -> type[Family]:
     return Wrong
 
 
+def _frame_rate_of_the_pipeline(base: type[Family]) -> type[Family]:
+    """Store the pipeline's default frame rate with every clip."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def encode_media(self, *args: Any) -> list[Sample]:
+            return [{**x, "fps": torch.tensor(self.facts["fps"])} for x in super().encode_media(*args)]
+
+    return Wrong
+
+
+def _bins_before_channels(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    sound = arguments["audio_hidden_states"]
+    return {"audio_hidden_states": sound.unflatten(2, (2, 2)).transpose(2, 3).flatten(2)}
+
+
 CAPTURE, ORACLE, BATCH = {"capture"}, {"oracle"}, {"batch"}
 MISTAKES = {
     "token_order": Mistake("flux", _transposed_tokens, CAPTURE | ORACLE),
@@ -176,6 +191,11 @@ MISTAKES = {
     "pooled_text": Mistake("sd3", _text_from_another_encoder, CAPTURE),
     "positions_of_the_reference": Mistake("flux_kontext", _inputs(_without_reference_ids), CAPTURE),
     "positions": Mistake("cogvideox", _facts(sample_size=[12, 20]), CAPTURE),
+    "frame_rate": Mistake("ltx", _frame_rate_of_the_pipeline, CAPTURE),
+    "time_of_the_first_frame": Mistake("ltx_image", _inputs(_times_without_zeros), CAPTURE),
+    "normalisation_of_the_sound": Mistake("ltx2", _facts(sound_mean=[0.0] * 4), ORACLE),
+    "order_of_the_sound": Mistake("ltx2", _inputs(_bins_before_channels), CAPTURE | ORACLE),
+    "positions_of_the_sound": Mistake("ltx2", _facts(sound_position_scale=1), CAPTURE),
     "prediction_type": Mistake("cogvideox_v_prediction", _other_prediction, ORACLE),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_moments
+from lightning_cp.finetune.families.encode import decode_latents, latent_moments
 from lightning_cp.finetune.families.latents import Latents
 from lightning_cp.finetune.families.shift import ResolutionShift
 
@@ -35,11 +35,15 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None)."""
+    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None).
+
+    `after_encode_prompt` are those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
+    """
 
     text: tuple[str, ...]
     media: tuple[str, ...] = ("vae",)
     train: tuple[str, ...] = ("transformer",)
+    after_encode_prompt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ class Family(ABC):
         lora_targets: default `target_modules` of a LoRA.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
+        default_frames: frames of a clip, if the pipeline's call has no default.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
             once for each sample.
     """
@@ -177,6 +182,7 @@ class Family(ABC):
     outputs: ClassVar[int] = 1
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
     time_entry: ClassVar[str] = "timestep"
+    default_frames: ClassVar[int] = 1
     one_per_call: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -285,6 +291,18 @@ class Family(ABC):
     def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
         """Return the shift of flow times. Args: latents: shape of one sample's x0."""
         return self.objective.shift
+
+    @property
+    def sound_rate(self) -> int | None:
+        """Samples per second of "sound" [b, 2, samples] that `encode_media` takes; None: the model has no sound."""
+        return None
+
+    def decoded(self, pipe: Any, stored: Stored) -> dict[str, Tensor]:
+        """Decode stored latents as the pipeline does: pixels in [0, 1] as "", and other fields of its result by name.
+
+        It is for proofs. Default: the pixels, decoded by the VAE.
+        """
+        return {"": decode_latents(pipe.vae, stored["latents"])}
 
 
 def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:

@@ -11,6 +11,10 @@ from lightning_cp.finetune.families.family import Facts, Family
 _OURS = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
     "flux": ("flux", "Flux", "FluxPipeline"),
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
+    "ltx": ("ltx", "LTX", "LTXPipeline"),
+    "ltx_image_to_video": ("ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
+    "ltx2": ("ltx2", "LTX2", "LTX2Pipeline"),
+    "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),

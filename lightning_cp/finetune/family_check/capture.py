@@ -62,7 +62,7 @@ def _arguments(
 ) -> dict[str, Any]:
     stored = collate(samples, family.text)
     clean, scale = family.clean(stored), getattr(pipe.scheduler, "init_noise_sigma", 1.0)
-    noisy = like(clean, {name: _noise(record, x) * scale for name, x in by_name(clean).items()})
+    noisy = like(clean, {name: noise * scale for name, noise in _noises(record, by_name(clean)).items()})
     times = _times(pipe, family, step, len(samples))
     options = InputOptions(activation_dtype(transformers_of(pipe, family.components)[0]), guidance)
     return passed_arguments(family.inputs(noisy, times, stored, options))
@@ -78,14 +78,18 @@ def _times(pipe: Any, family: Family, step: int, samples: int) -> Tensor:
     return sigmas
 
 
-def _noise(record: Recording, clean: Tensor) -> Tensor:
-    """Return the noise that the pipeline began from, in x0's layout.
+def _noises(record: Recording, clean: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the noises that the pipeline began from, in x0's layout; they were drawn in x0's order.
 
-    Its values are ordered as in x0's layout, apart from dims of size 1.
+    Their values are ordered as in x0's layout, apart from dims of size 1.
     """
-    found = [noise for noise in record.noises if noise.numel() == clean.numel()]
-    assert found, "the pipeline draws noise of x0's size"
-    return found[-1].float().reshape(clean.shape)
+    found, left = {}, list(record.noises)
+    for name, x in reversed(clean.items()):
+        while left and left[-1].numel() != x.numel():
+            left.pop()
+        assert left, "the pipeline draws noise of x0's size"
+        found[name] = left.pop().float().reshape(x.shape)
+    return found
 
 
 def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], samples: int) -> list[tuple[str, float]]:
@@ -115,6 +119,8 @@ def _error(recorded: Any, ours: Any) -> float:
     """Return the largest difference, relative to the largest recorded value; inf for other shapes or kinds."""
     if isinstance(recorded, (tuple, list)) and isinstance(ours, (tuple, list)) and len(recorded) == len(ours):
         return max((_error(a, b) for a, b in zip(recorded, ours, strict=True)), default=0.0)
+    if isinstance(recorded, float) and isinstance(ours, Tensor):  # a value of the call, which samples here have each
+        recorded = torch.full_like(ours, recorded)
     if not isinstance(recorded, Tensor) or not isinstance(ours, Tensor):
         return 0.0 if type(recorded) is type(ours) and recorded == ours else float("inf")
     if recorded.shape != ours.shape:

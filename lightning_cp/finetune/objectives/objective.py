@@ -97,7 +97,7 @@ class Objective(ABC):
 
         The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
         mask 0 everywhere has loss 0. With several latents (a clip and its sound), their losses are added; "loss_mask"
-        is then for the first of them.
+        is then for the first of them, and the others have masks of their own ("sound_loss_mask").
 
         Args:
             times: time of each sample, as `times_at` returns them; None: drawn.
@@ -147,8 +147,8 @@ class Objective(ABC):
         noisy, target, masks = {}, {}, {}
         for name, x in x0.items():
             noisy[name], target[name] = self.mix(family, x, noise[name], times)
-        if (mask := stored.get("loss_mask")) is not None:
-            masks[next(iter(x0))] = mask
+            if (mask := stored.get(f"{name}_loss_mask" if noisy.keys() != {name} else "loss_mask")) is not None:
+                masks[name] = mask
         for name, given in by_name(family.given_mask(stored, clean)).items():
             noisy[name] = torch.where(given, x0[name], noisy[name])
             masks[name] = torch.where(given, 0.0, masks[name]) if name in masks else ~given

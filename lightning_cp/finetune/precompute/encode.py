@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_cp.errors import FamilyError, MediaError
 from lightning_cp.finetune.families import Family, Media
 from lightning_cp.finetune.families.latents import main_latents
@@ -100,6 +102,9 @@ def captions_of(sources: Sequence[Source]) -> list[str]:
 def batch_of_one(media: LoadedMedia) -> Media:
     """Return the media of one sample with a batch dim, for `Family.encode_media`."""
     given = {"pixels": media.pixels[None]}
-    if media.reference is not None:
-        given["reference"] = media.reference[None]
+    for name, x in (("reference", media.reference), ("sound", media.sound)):
+        if x is not None:
+            given[name] = x[None]
+    if media.fps is not None:
+        given["fps"] = torch.tensor([media.fps])
     return given

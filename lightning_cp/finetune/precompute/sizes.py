@@ -33,7 +33,7 @@ def default_frames(pipe: Any, family: Family) -> int:
     step = family.grid.frame_step
     if not step:
         return 1
-    frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or 1
+    frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or family.default_frames
     return (frames - 1) // step * step + 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_cp.errors import DataError, MediaError
+from lightning_cp.errors import DataError, FamilyError, MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache.index import INDEX
 from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources
@@ -38,6 +38,15 @@ def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources
     if not kept:
         raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
     return Sources(tuple(kept), tuple(skipped))
+
+
+def check_rate(family: Family, buckets: Sequence[Bucket], fps: float | None) -> None:
+    """Raise FamilyError if clips of one size could have sound of different lengths, which cannot be in one batch."""
+    if family.sound_rate is not None and fps is None and any(bucket.frames > 1 for bucket in buckets):
+        raise FamilyError(
+            f"{family.name} trains on clips with sound, which is as long as their frames are shown: set one frame "
+            f"rate for all clips, such as precompute.fps={family.facts['fps']:g}"
+        )
 
 
 def check_none_skipped(skipped: Iterable[Skipped]) -> None:

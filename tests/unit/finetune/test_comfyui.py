@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -32,17 +33,32 @@ def _saved(folder: Path, name: str, targets: str, component: str = "transformer"
     return found
 
 
-def test_diffusers_reads_wan_by_its_original_names(tmp_path: Path) -> None:
-    from diffusers import WanPipeline
+LAYERS_OF_BLOCKS = r"(transformer_)?blocks\..*(to_[qkv]|to_out\.0|ffn?\.net.*)"
+LTX2_LAYERS = r".*(to_[qkv]|to_out\.0|ff\.net.*|(audio_)?proj_in|time_embed\..*|scale_shift\..*|_gate\..*)"
 
-    expected = _saved(tmp_path, "wan", r"blocks\..*(to_[qkv]|to_out\.0|ffn\.net.*)")
-    assert write_for_comfyui(tmp_path, "WanTransformer3DModel") == tmp_path / COMFYUI_FILE
-    read = WanPipeline.lora_state_dict(str(tmp_path), weight_name=COMFYUI_FILE)
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "model", "targets"),
+    [
+        ("wan", "WanPipeline", "WanTransformer3DModel", LAYERS_OF_BLOCKS),
+        ("ltx", "LTXPipeline", "LTXVideoTransformer3DModel", LAYERS_OF_BLOCKS),
+        ("ltx2", "LTX2Pipeline", "LTX2VideoTransformer3DModel", LTX2_LAYERS),
+        ("ltx2_newer", "LTX2Pipeline", "LTX2VideoTransformer3DModel", rf"{LTX2_LAYERS}|.*prompt_adaln\..*"),
+    ],
+)
+def test_diffusers_reads_a_lora_by_the_original_names(
+    name: str, pipeline: str, model: str, targets: str, tmp_path: Path
+) -> None:
+    expected = _saved(tmp_path, name, targets)
+    assert write_for_comfyui(tmp_path, model) == tmp_path / COMFYUI_FILE
+    read = getattr(diffusers, pipeline).lora_state_dict(str(tmp_path), weight_name=COMFYUI_FILE)
+    # diffusers applies the scale of Wan's LoRA to its weights, and leaves that of LTX's in tensors of its own
+    scales = {name.removesuffix(".alpha"): float(read.pop(name)) / 2 for name in list(read) if name.endswith(".alpha")}
     names = {name.removeprefix("transformer.").rpartition(".lora_")[0] for name in read}
     assert names == expected.keys()
     for name, delta in expected.items():
         a, b = (read[f"transformer.{name}.lora_{kind}.weight"] for kind in "AB")
-        torch.testing.assert_close(b @ a, delta)
+        torch.testing.assert_close(scales.get(f"transformer.{name}", 1.0) * b @ a, delta)
 
 
 @pytest.mark.parametrize(("name", "model"), [("flux", "FluxTransformer2DModel"), ("sd3", "SD3Transformer2DModel")])
