@@ -14,25 +14,13 @@ from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    stored_latents,
-)
+from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored, TextStorage
 from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.packing import pack, positions, unpack
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.packing import pack, positions
+from lightning_cp.finetune.families.pictures import Pictures
 
 
-class Flux(Family):
+class Flux(Pictures):
     """FLUX.1-dev and -schnell, text to image."""
 
     name = "flux"
@@ -42,39 +30,17 @@ class Flux(Family):
     @classmethod
     @override
     def read_facts(cls, pipe: Any) -> Facts:
-        return {
-            "pixels": 2 * pipe.vae_scale_factor,
-            "shift_factor": pipe.vae.config.shift_factor,
-            "scaling_factor": pipe.vae.config.scaling_factor,
-            "guidance_embeds": bool(pipe.transformer.config.guidance_embeds),
-            "text_length": 512,
-            "shift": shift_facts(pipe.scheduler),
-        }
-
-    @property
-    @override
-    def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, 2, 2))
+        return {**super().read_facts(pipe), "guidance_embeds": bool(pipe.transformer.config.guidance_embeds)}
 
     @property
     @override
     def text(self) -> TextStorage:
         return TextStorage("padded", self.facts["text_length"], others=("pooled_embeds",))
 
-    @property
-    @override
-    def objective(self) -> ObjectiveDefaults:
-        guidance = 1.0 if self.facts["guidance_embeds"] else None
-        return ObjectiveDefaults(shift=shift_from(self.facts["shift"]), guidance=guidance, posterior="sample")
-
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
         embeds, pooled, _ = pipe.encode_prompt(list(captions), None, max_sequence_length=self.facts["text_length"])
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
-
-    @override
-    def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        return self._normalised(stored_latents(stored, noise))
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
@@ -91,15 +57,6 @@ class Flux(Family):
             "guidance": guidance if self.facts["guidance_embeds"] else None,
             "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        height, width = noisy.shape[-2:]
-        return unpack(output, height, width)
-
-    def _normalised(self, latents: Tensor) -> Tensor:
-        normalised: Tensor = (latents - self.facts["shift_factor"]) * self.facts["scaling_factor"]
-        return normalised
 
 
 class FluxKontext(Flux):
@@ -123,7 +80,7 @@ class FluxKontext(Flux):
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         arguments = super().inputs(noisy, times, stored, options)
-        reference = self._normalised(stored["reference"].float())
+        reference = self.normalised(stored["reference"].float())
         height, width = reference.shape[-2:]
         ids = positions(height // 2, width // 2, device=noisy.device)
         ids[:, 0] = 1
