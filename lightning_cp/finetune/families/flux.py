@@ -44,9 +44,8 @@ class Flux(Pictures):
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        b, _, height, width = noisy.shape
+        height, width = noisy.shape[-2:]
         text = stored["prompt_embeds"]
-        guidance = torch.full([b], options.guidance, dtype=torch.float32, device=noisy.device)
         return {
             "hidden_states": pack(noisy).to(options.dtype),
             "encoder_hidden_states": text.to(options.dtype),
@@ -54,7 +53,7 @@ class Flux(Pictures):
             "timestep": times.float(),
             "img_ids": positions(height // 2, width // 2, device=noisy.device),
             "txt_ids": torch.zeros(text.shape[1], 3, device=noisy.device, dtype=torch.float32),
-            "guidance": guidance if self.facts["guidance_embeds"] else None,
+            "guidance": self.guidance(noisy, options),
             "return_dict": False,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from lightning_cp.finetune.families.family import (
     Facts,
     Family,
     Grid,
+    InputOptions,
     ObjectiveDefaults,
     Stored,
     TextStorage,
@@ -37,7 +39,7 @@ class Pictures(Family):
     def read_facts(cls, pipe: Any) -> Facts:
         return {
             "pixels": 2 * pipe.vae_scale_factor,
-            **{name: pipe.vae.config[name] for name in cls.statistics},
+            **{name: x if isinstance(x := pipe.vae.config[name], float) else list(x) for name in cls.statistics},
             "text_length": 512,
             "shift": shift_facts(pipe.scheduler),
         }
@@ -69,6 +71,12 @@ class Pictures(Family):
             return scaled
         mean, std = (per_channel(self.facts[name], latents) for name in ("latents_mean", "latents_std"))
         return (latents - mean) / std
+
+    def guidance(self, noisy: Tensor, options: InputOptions) -> Tensor | None:
+        """Return the argument of the guidance embedding, float32 [b]; None if the transformer has none."""
+        if not self.facts.get("guidance_embeds"):
+            return None
+        return torch.full([len(noisy)], options.guidance, dtype=torch.float32, device=noisy.device)
 
     @override
     def prediction(self, output: Any, noisy: Tensor) -> Tensor:

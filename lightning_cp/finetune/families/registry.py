@@ -11,6 +11,8 @@ from lightning_cp.finetune.families.family import Facts, Family
 _OURS = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
     "flux": ("flux", "Flux", "FluxPipeline"),
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
+    "flux2": ("flux2", "Flux2", "Flux2Pipeline"),
+    "flux2_klein": ("flux2", "Flux2Klein", "Flux2KleinPipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),

@@ -36,8 +36,8 @@ def capture_proof(
     first step only. Values must be equal bit for bit. With a transformer in bfloat16, times and hidden states may
     differ by two roundings, because pipelines normalise conditions and scale times in that dtype.
     """
-    negatives = [negative] * len(captions)
-    settings = guidance_settings(pipe, negatives)
+    settings = guidance_settings(pipe, [negative] * len(captions))
+    negatives = settings.get("negative_prompt", [""] * len(captions))
     if "guidance_scale" not in settings:
         settings["guidance_scale"] = _GUIDANCE
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
