@@ -21,6 +21,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
     "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
     "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
+    "z_image": ("z_image", "ZImage", "ZImagePipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 
