@@ -37,8 +37,11 @@ _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # f
 _OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "Flux2Transformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "Krea2Transformer2DModel": _Widths("in_channels", 4, "text_hidden_dim"),
     "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
     "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "ZImageTransformer2DModel": _Widths("in_channels", 1, "cap_feat_dim"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
@@ -103,8 +106,9 @@ def check_cache(
     for name in ("scaling_factor", "latents_std"):
         if not _are_positive(family.facts.get(name, 1.0)):
             raise FamilyError(f"data.path={folder} has {name}={family.facts[name]}, which must be positive: {again}")
+    text = {*family.text.names} - {part.mask for part in family.text.parts}
     for name, x in sample.items():
-        if (name.startswith("latents") or name in family.text.names) and not x.is_floating_point():
+        if (name.startswith("latents") or name in text) and not x.is_floating_point():
             raise FamilyError(f"data.path={folder} has {name} in {x.dtype}, which must be a float dtype: {again}")
 
 

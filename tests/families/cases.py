@@ -73,6 +73,7 @@ CASES = {
     "flux2_reference": Case("flux2", "flux2", (1, 32, 48), reference=(64, 80)),
     "flux2_klein": Case("flux2", "flux2_klein", (1, 32, 48)),
     "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 32, 48), reference=(80, 64)),
+    "krea2": Case("krea2", "krea2", (1, 24, 40)),
     "wan": Case("wan", "wan", VIDEO),
     "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),
     "wan_time_per_token": Case("wan", "wan_per_token_timestep", VIDEO),

@@ -37,14 +37,14 @@ _REFERENCE_TIME = 10  # first position of a reference's tokens; those of the gen
 class Flux2(Pictures):
     """FLUX.2-dev.
 
-    `encode_media` takes "reference" [b, 3, 1, h, w] in [-1, 1] besides "pixels", if the data have references. All
-    samples of a batch must have one, or none.
+    `encode_media` takes "reference" [b, 3, 1, h, w] in [-1, 1] besides "pixels", if the data have references.
     """
 
     name = "flux2"
     pipelines = ("Flux2Pipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
     lora_targets = (*Pictures.lora_targets, "to_qkv_mlp_proj", "to_out")  # fused layers of single blocks
+    optional_reference = True
     posterior = "mode"
     statistics = ()  # they are weights of the VAE, not in its config
 
@@ -106,8 +106,8 @@ class Flux2(Pictures):
             "hidden_states": torch.cat([_tokens(x) for x in pictures.values()], dim=1).to(options.dtype),
             "encoder_hidden_states": text.to(options.dtype),
             "timestep": times.float(),
-            "img_ids": torch.cat([_ids(time, *x.shape[-2:], 1, like=x) for time, x in pictures.items()], dim=1),
-            "txt_ids": _ids(0, 1, 1, text.shape[1], like=text),
+            "img_ids": torch.cat([_ids((time, *x.shape[-2:], 1), like=x) for time, x in pictures.items()], dim=1),
+            "txt_ids": _ids((0, 1, 1, text.shape[1]), like=text),
             "guidance": self.guidance(noisy, options),
             "return_dict": False,
         }
@@ -145,8 +145,11 @@ def _tokens(latents: Tensor) -> Tensor:
     return latents.flatten(2).transpose(1, 2)
 
 
-def _ids(time: int, rows: int, columns: int, layers: int, *, like: Tensor) -> Tensor:
-    """Return the (time, row, column, layer) positions of tokens, int64 [b, rows · columns · layers, 4]."""
-    axes = [torch.arange(n, device=like.device) for n in (rows, columns, layers)]
-    ids = torch.cartesian_prod(torch.tensor([time], device=like.device), *axes)
-    return ids.expand(len(like), -1, -1)
+def _ids(sizes: tuple[int, ...], *, like: Tensor) -> Tensor:
+    """Return the (time, row, column, layer) positions of tokens, int64 [b, rows · columns · layers, 4].
+
+    Args: sizes: the time of all tokens, and the numbers of rows, columns and layers.
+    """
+    time, *numbers = sizes
+    axes = [torch.arange(first, first + n, device=like.device) for first, n in ((time, 1), *((0, n) for n in numbers))]
+    return torch.cartesian_prod(*axes).expand(len(like), -1, -1)

@@ -13,6 +13,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
     "flux2": ("flux2", "Flux2", "Flux2Pipeline"),
     "flux2_klein": ("flux2", "Flux2Klein", "Flux2KleinPipeline"),
+    "krea2": ("krea2", "Krea2", "Krea2Pipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),

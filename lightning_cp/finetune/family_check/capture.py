@@ -93,9 +93,9 @@ def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], sa
     positive, negative = branches
     if len(calls) >= 2:
         return [*_compared("", calls[0], positive), *_compared("negative ", calls[1], negative)]
-    orders = [(positive,)]
+    orders = [[positive]]
     if any(_length(x) == 2 * samples for x in calls[0].values()):
-        orders = [(negative, positive), (positive, negative)]  # pipelines join the branches in one of these orders
+        orders = [[negative, positive], [positive, negative]]  # pipelines join the branches in one of these orders
     found = [_compared("", calls[0], _joined(calls[0], order)) for order in orders]
     return min(found, key=lambda errors: max(error for _, error in errors))
 
