@@ -13,7 +13,7 @@ from lightning_cp.families import Media
 from tests.pipelines import table
 from tests.pipelines.common import loud
 
-CAPTIONS = ("a cat", "two green birds fly")
+CAPTIONS = ("a cat", "two green birds fly over the high mountains")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
 
 
@@ -70,9 +70,9 @@ CASES = {
     "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
     "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
     "flux2": Case("flux2", "flux2", (1, 32, 48)),
-    "flux2_reference": Case("flux2", "flux2", (1, 32, 48), reference=(64, 80)),
+    "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
     "flux2_klein": Case("flux2", "flux2_klein", (1, 32, 48)),
-    "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 32, 48), reference=(80, 64)),
+    "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 64, 80), reference=(64, 96)),
     "krea2": Case("krea2", "krea2", (1, 24, 40)),
     "wan": Case("wan", "wan", VIDEO),
     "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),

@@ -103,12 +103,12 @@ def _values_in_another_order(base: type[Family]) -> type[Family]:
 
 
 def _cut_text(base: type[Family]) -> type[Family]:
-    """Pad text to 32 positions, not to the full length."""
+    """Pad text to 64 positions, not to the full length."""
 
     class Wrong(base):  # type: ignore[valid-type, misc]
         @property
         def text(self) -> TextStorage:
-            return replace(super().text, length=32)
+            return replace(super().text, length=64)
 
     return Wrong
 
@@ -203,7 +203,7 @@ MISTAKES = {
     "padding_in_the_text": Mistake("krea2", _inputs(_mask_at_the_end), CAPTURE),
     "layers_of_the_text": Mistake("krea2", _inputs(_layers_flipped), CAPTURE),
     "sign_in_a_list": Mistake("z_image", _prediction(torch.neg), ORACLE),
-    "time_not_reversed": Mistake("z_image", _inputs(lambda _, x: {"t": 1 - x["t"]}), CAPTURE),
+    "time_not_reversed": Mistake("z_image", _inputs(lambda _, x: {"t": 1 - x["t"]}), CAPTURE | ORACLE),
     "text_in_a_list": Mistake("z_image", _inputs(lambda _, x: {"cap_feats": x["cap_feats"][::-1]}), BATCH),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

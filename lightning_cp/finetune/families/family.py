@@ -165,6 +165,7 @@ class Family(ABC):
         lora_targets: default `target_modules` of a LoRA.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
+        default_side: height and width of the pipeline's pictures, if neither its call nor its configs state them.
         optional_reference: True if the pipeline samples with and without references: the data have one for each
             sample, or none.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
@@ -179,6 +180,7 @@ class Family(ABC):
     outputs: ClassVar[int] = 1
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
     time_entry: ClassVar[str] = "timestep"
+    default_side: ClassVar[int | None] = None
     optional_reference: ClassVar[bool] = False
     one_per_call: ClassVar[bool] = False
 

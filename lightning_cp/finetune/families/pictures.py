@@ -32,7 +32,7 @@ class Pictures(Family):
     """
 
     posterior: ClassVar[Literal["mode", "sample"]] = "sample"
-    statistics: ClassVar[tuple[str, str]] = ("shift_factor", "scaling_factor")
+    statistics: ClassVar[tuple[str, ...]] = ("shift_factor", "scaling_factor")
 
     @classmethod
     @override

@@ -23,6 +23,7 @@ class ZImage(Pictures):
     pipelines = ("ZImagePipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
     entries, time_entry = ("x",), "t"
+    default_side = 1024
     posterior = "mode"
 
     @override

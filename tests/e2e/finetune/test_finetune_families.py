@@ -31,7 +31,7 @@ from tests.e2e.recipe import Finished, run
 from tests.families.cases import CASES
 
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
-FAMILIES = ("flux", "wan", "cogvideox", "qwen_image", "sd3")
+FAMILIES = ("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3", "z_image")
 
 
 @dataclass(frozen=True)
