@@ -31,7 +31,7 @@ from tests.e2e.recipe import Finished, run
 from tests.families.cases import CASES
 
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
-FAMILIES = ("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3", "z_image")
+STEPS = {**dict.fromkeys(("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3"), 40), "z_image": 160}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
     scope="module",
     params=[
         pytest.param(("flux", 14), id="flux", marks=pytest.mark.full),
-        *(pytest.param((name, 40), id=f"{name}-40", marks=pytest.mark.full) for name in FAMILIES),
+        *(pytest.param((name, steps), id=f"{name}-{steps}", marks=pytest.mark.full) for name, steps in STEPS.items()),
     ],
 )
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
