@@ -31,7 +31,7 @@ from tests.e2e.recipe import Finished, run
 from tests.families.cases import CASES
 
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
-STEPS = {**dict.fromkeys(("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3"), 40), "z_image": 160}
+FAMILIES = ("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3", "z_image")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
     scope="module",
     params=[
         pytest.param(("flux", 14), id="flux", marks=pytest.mark.full),
-        *(pytest.param((name, steps), id=f"{name}-{steps}", marks=pytest.mark.full) for name, steps in STEPS.items()),
+        *(pytest.param((name, 40), id=f"{name}-40", marks=pytest.mark.full) for name in FAMILIES),
     ],
 )
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
@@ -152,7 +152,8 @@ def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
     size = {"height": height, "width": width, **({"num_frames": frames} if frames > 1 else {})}
     for i, prompt in enumerate(PROMPTS):
         seed = torch.Generator().manual_seed(i)
-        drawn = pipe(prompt, generator=seed, num_inference_steps=2, output_type="pt", return_dict=False, **size)[0][0]
+        call = {"prompt": prompt, "num_inference_steps": 2, "output_type": "pt", "return_dict": False, **size}
+        drawn = pipe(generator=seed, **call)[0][0]
         expected = (drawn.movedim(-3, -1) * 255).round().numpy().reshape(-1, height, width, 3)  # CogVideoX: 8 frames
         (path,) = (tuned.four.folder / "samples/final").glob(f"{i:04d}.*")
         found = _frames(path)
@@ -169,7 +170,7 @@ def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
 def test_comfyui_gets_the_same_weights(tuned: Tuned) -> None:
     """Read the file as ComfyUI does: W + alpha / rank · B · A, and no tensor that it does not know."""
     path = tuned.four.folder / "lora/comfyui.safetensors"
-    if tuned.family == "cogvideox":
+    if tuned.family in ("cogvideox", "flux2"):  # ComfyUI does not know all layers, which are all adapted here
         assert not path.exists()
         return
     ours, theirs = load_file(tuned.four.folder / "lora/pytorch_lora_weights.safetensors"), load_file(path)
