@@ -94,8 +94,7 @@ CASES = {
     "qwen_image_edit_plus_reference_at_time_0": Case(
         "qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
     ),
-    # wide enough to pass on the noise of a token, 64 values: it is trained end to end, too
-    "z_image": Case("z_image", "z_image", (1, 20, 28), config={"dim": 96, "axes_dims": [8, 8, 8]}),
+    "z_image": Case("z_image", "z_image", (1, 20, 28)),
     "z_image_dynamic_shift": Case("z_image", "z_image", (1, 20, 28), scheduler=_dynamic_shift),
 }
 
