@@ -1,8 +1,8 @@
 """Write a LoRA for ComfyUI, which reads other names and metadata than diffusers.
 
 ComfyUI takes the scale of a layer from a tensor `<layer>.alpha`; without it, the scale is 1. It knows the layers of
-Flux, Stable Diffusion 3 and QwenImage by diffusers' names, after "transformer."; those of Wan and LTX by the names of
-the original weights, after "diffusion_model.".
+Flux, FLUX.2, Krea 2, QwenImage, Stable Diffusion 3 and Z-Image by diffusers' names, after "transformer."; those of Wan
+and LTX by the names of the original weights, after "diffusion_model.".
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.finetune.lora_file import read_lora
 
 COMFYUI_FILE = "comfyui.safetensors"
-_SAME_NAMES = ("FluxTransformer2DModel", "SD3Transformer2DModel", "QwenImageTransformer2DModel")
+_SAME_NAMES = (
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "Krea2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "ZImageTransformer2DModel",
+)
+_UNKNOWN = {"Flux2Transformer2DModel": r"(double|single)_stream_modulation.*|time_guidance_embed\..*"}  # by the model
 # Regular expressions for layers of diffusers' models, and the original names.
 _WAN = (
     (r"(blocks\.\d+)\.attn1\.to_([qkv])", r"\1.self_attn.\2"),
@@ -86,6 +94,8 @@ def comfyui_names(layers: Sequence[str], model: str) -> Mapping[str, str] | None
     >>> comfyui_names(["blocks.0.attn1.to_out.0"], "WanTransformer3DModel")
     {'blocks.0.attn1.to_out.0': 'diffusion_model.blocks.0.self_attn.o'}
     """
+    if any(re.fullmatch(_UNKNOWN.get(model, ""), layer) for layer in layers):
+        return None
     if model in _SAME_NAMES:
         return {layer: f"transformer.{layer}" for layer in layers}
     renamed, found = _ORIGINAL.get(model), {}

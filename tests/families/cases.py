@@ -13,7 +13,7 @@ from lightning_cp.families import Media
 from tests.pipelines import table
 from tests.pipelines.common import loud
 
-CAPTIONS = ("a cat", "two green birds fly")
+CAPTIONS = ("a cat", "two green birds fly over the high mountains")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
 
 
@@ -74,6 +74,11 @@ CASES = {
     "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
     "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
     "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
+    "flux2": Case("flux2", "flux2", (1, 32, 48)),
+    "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
+    "flux2_klein": Case("flux2", "flux2_klein", (1, 32, 48)),
+    "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 64, 80), reference=(64, 96)),
+    "krea2": Case("krea2", "krea2", (1, 24, 40)),
     "ltx": Case("ltx", "ltx", _LTX, fps=24.0),
     "ltx_without_frame_rate": Case("ltx", "ltx", _LTX),
     "ltx_decoder_with_time": Case("ltx", "ltx_decoder_with_time", _LTX),
@@ -102,6 +107,8 @@ CASES = {
     "qwen_image_edit_plus_reference_at_time_0": Case(
         "qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
     ),
+    "z_image": Case("z_image", "z_image", (1, 20, 28)),
+    "z_image_dynamic_shift": Case("z_image", "z_image", (1, 20, 28), scheduler=_dynamic_shift),
 }
 
 

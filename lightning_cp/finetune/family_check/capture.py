@@ -36,8 +36,8 @@ def capture_proof(
     first step only. Values must be equal bit for bit. With a transformer in bfloat16, times and hidden states may
     differ by two roundings, because pipelines normalise conditions and scale times in that dtype.
     """
-    negatives = [negative] * len(captions)
-    settings = guidance_settings(pipe, negatives)
+    settings = guidance_settings(pipe, [negative] * len(captions))
+    negatives = list(settings.get("negative_prompt", [""] * len(captions)))  # a copy: some pipelines change the list
     if "guidance_scale" not in settings:
         settings["guidance_scale"] = _GUIDANCE
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
@@ -96,23 +96,33 @@ def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], sa
     """Compare recorded calls with the family's arguments. Each CFG branch is a separate call, or half of a batch."""
     positive, negative = branches
     if len(calls) >= 2:
-        pairs = [("", calls[0], positive), ("negative ", calls[1], negative)]
-    elif any(isinstance(x, Tensor) and x.shape[:1] == (2 * samples,) for x in calls[0].values()):
-        joined = {name: _joined(calls[0].get(name), negative[name], positive[name]) for name in positive}
-        pairs = [("", calls[0], joined)]
-    else:
-        pairs = [("", calls[0], positive)]
-    return [
-        (f"{branch}{name}", _error(recorded.get(name), ours.get(name)))
-        for branch, recorded, ours in pairs
-        for name in sorted(recorded.keys() | ours.keys())
-    ]
+        return [*_compared("", calls[0], positive), *_compared("negative ", calls[1], negative)]
+    orders = [[positive]]
+    if any(_length(x) == 2 * samples for x in calls[0].values()):
+        orders = [[negative, positive], [positive, negative]]  # pipelines join the branches in one of these orders
+    found = [_compared("", calls[0], _joined(calls[0], order)) for order in orders]
+    return min(found, key=lambda errors: max(error for _, error in errors))
 
 
-def _joined(recorded: Any, negative: Any, positive: Any) -> Any:
-    """Return both branches in one batch if the recorded tensor has both, otherwise the positive one."""
-    tensors = isinstance(recorded, Tensor) and isinstance(positive, Tensor) and recorded.dim() == positive.dim() > 0
-    return torch.cat([negative, positive]) if tensors and len(recorded) == 2 * len(positive) else positive
+def _compared(branch: str, recorded: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, float]]:
+    names = sorted(recorded.keys() | ours.keys())
+    return [(f"{branch}{name}", _error(recorded.get(name), ours.get(name))) for name in names]
+
+
+def _joined(recorded: dict[str, Any], branches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return all branches in one batch for the arguments that have all of them, otherwise the last one's."""
+    joined = dict(branches[-1])
+    for name, x in joined.items():
+        if _length(x) and _length(recorded.get(name)) == len(branches) * _length(x):
+            parts = [branch[name] for branch in branches]
+            joined[name] = torch.cat(parts) if isinstance(x, Tensor) else [one for part in parts for one in part]
+    return joined
+
+
+def _length(x: Any) -> int:
+    """Return the length of the batch dim of a tensor, or of a list with one tensor for each sample; otherwise 0."""
+    is_batch = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, list) and all(isinstance(y, Tensor) for y in x)
+    return len(x) if is_batch else 0
 
 
 def _error(recorded: Any, ours: Any) -> float:

@@ -59,9 +59,10 @@ class _Oracle:
     """
 
     def __init__(self, family: Family, stored: StoredBatch, output: Any) -> None:
-        self._family, self._stored, self._output = family, stored, output
+        self._family, self._stored = family, stored
         self._clean = family.clean(stored)
         self._samples = len(main_latents(self._clean))
+        self._output = _first(output, self._samples)
 
     @torch.enable_grad()
     def __call__(self, arguments: dict[str, Any]) -> Any:
@@ -84,7 +85,7 @@ class _Oracle:
         known = by_name(self._family.given_mask(self._stored, self._clean))
         targets = {name: self._target(noisy[name], x, time) for name, x in clean.items()}
         targets |= {name: torch.where(given, 0.0, targets[name]) for name, given in known.items()}
-        outputs = dict(enumerate(x[: self._samples] for x in tensors(self._output)))  # a list has a tensor per sample
+        outputs = dict(enumerate(tensors(self._output)))
 
         def predicted(values: dict[int, Tensor]) -> list[Tensor]:
             left = iter(values.values())
@@ -119,6 +120,11 @@ class _Oracle:
     def _entered(self, noisy: Latents, times: Tensor) -> list[Any]:
         arguments = self._arguments(noisy, times)
         return [arguments[name] for name in self._family.entries]
+
+
+def _first(output: Any, samples: int) -> Any:
+    """Return the outputs of the first samples: both CFG branches may be in a batch, or in a list."""
+    return tuple(_first(x, samples) for x in output) if isinstance(output, tuple) else output[:samples]
 
 
 def _adjoint(function: Callable[[Any], Any], shaped: Mapping[Any, Tensor], value: Any) -> dict[Any, Tensor]:

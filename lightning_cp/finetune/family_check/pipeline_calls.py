@@ -84,9 +84,13 @@ def call(
 
 
 def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
-    """Return call arguments that make the pipeline compute both branches of classifier-free guidance."""
-    scale = "true_cfg_scale" if "true_cfg_scale" in inspect.signature(pipe.__call__).parameters else "guidance_scale"
-    return {scale: 4.0, "negative_prompt": list(negative)}
+    """Return call arguments that make the pipeline compute both branches of classifier-free guidance.
+
+    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty.
+    """
+    parameters = inspect.signature(pipe.__call__).parameters
+    scale = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
+    return {scale: 4.0, **({"negative_prompt": list(negative)} if "negative_prompt" in parameters else {})}
 
 
 @contextmanager

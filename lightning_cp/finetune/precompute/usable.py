@@ -26,7 +26,7 @@ def check_output(output: Path, data: Path) -> None:
 def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources:
     """Return the sources without those that the family or the buckets exclude, which are skipped with the reason.
 
-    Raises: DataError: no source is left.
+    Raises: DataError: no source is left, or only some have references that are optional.
     """
     kept, skipped = list[Source](), list(found.skipped)
     for source in found.sources:
@@ -37,6 +37,13 @@ def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources
             skipped.append(Skipped(source.file, reason))
     if not kept:
         raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
+    if family.optional_reference:
+        with_one, without = ([x.file for x in kept if (x.reference is None) is none] for none in (False, True))
+        if with_one and without:
+            raise DataError(
+                f"{with_one[0]} has a reference, and {without[0]} has none: {family.name} trains with a reference for "
+                "each picture, or without any"
+            )
     return Sources(tuple(kept), tuple(skipped))
 
 

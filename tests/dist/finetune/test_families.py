@@ -61,32 +61,24 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert found[0] < 1e-12, found
 
 
+DEGREES = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}
+FIRST = {case.file: name for name, case in reversed(CASES.items())}.values()  # one case of each file
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["ring=2", "ring=3", "ulysses=2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "mode"), [*((case, mode) for case in CASES for mode in DEGREES), *((case, "2 × 2") for case in FIRST)]
+)
 def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> None:
-    ring, ulysses = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}[mode]
-    record(*_checked_topology(case, ring, ulysses, run_ranks, mode))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["ltx_image", "ltx2", "ltx2_newer"])
-def test_topology_on_four_ranks(case: str, run_ranks: RankPool) -> None:
-    _checked_topology(case, 2, 2, run_ranks, "2 x 2")
-
-
-def _checked_topology(
-    case: str, ring: int, ulysses: int, run_ranks: RankPool, mode: str
-) -> tuple[str, str, str, str, float]:
-    """Prove a case's topology. Returns: what `record` takes."""
     torch.manual_seed(0)
     pipe = made(case)
     family = family_for(pipe)
     transformer = copy.deepcopy(pipe.transformer).double().train()
     given = transformer, family.name, family.facts, store(family, pipe, CAPTIONS[:2], media(case))
+    ring, ulysses = DEGREES.get(mode, (2, 2))
     (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
+    record(family.name, type(pipe).__name__, case, mode, found[0])
     assert found[0] < 1e-12, found
-    return family.name, type(pipe).__name__, case, mode, found[0]
 
 
 class FineTuning(LightningModule):

@@ -82,7 +82,20 @@ def test_every_experiment_composes(here: Path, experiment: str) -> None:
 
 
 def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
-    families = ("cogvideox", "flux", "kontext", "ltx", "ltx2", "qwen_image", "qwen_image_edit", "sd3", "wan")
+    families = (
+        "cogvideox",
+        "flux",
+        "flux2",
+        "kontext",
+        "krea2",
+        "ltx",
+        "ltx2",
+        "qwen_image",
+        "qwen_image_edit",
+        "sd3",
+        "wan",
+        "z_image",
+    )
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
 
 

@@ -61,9 +61,18 @@ def test_diffusers_reads_a_lora_by_the_original_names(
         torch.testing.assert_close(scales.get(f"transformer.{name}", 1.0) * b @ a, delta)
 
 
-@pytest.mark.parametrize(("name", "model"), [("flux", "FluxTransformer2DModel"), ("sd3", "SD3Transformer2DModel")])
-def test_comfyui_scales_by_alpha(name: str, model: str, tmp_path: Path) -> None:
-    expected = _saved(tmp_path, name, ".*")
+@pytest.mark.parametrize(
+    ("name", "model", "targets"),
+    [
+        ("flux", "FluxTransformer2DModel", ".*"),
+        ("flux2", "Flux2Transformer2DModel", r".*(to_[qkv]|to_out(\.0)?|to_qkv_mlp_proj|linear_in|x_embedder)"),
+        ("krea2", "Krea2Transformer2DModel", ".*"),
+        ("sd3", "SD3Transformer2DModel", ".*"),
+        ("z_image", "ZImageTransformer2DModel", ".*"),
+    ],
+)
+def test_comfyui_scales_by_alpha(name: str, model: str, targets: str, tmp_path: Path) -> None:
+    expected = _saved(tmp_path, name, targets)
     write_for_comfyui(tmp_path, model)
     tensors = load_file(tmp_path / COMFYUI_FILE)
     assert len(tensors) == 3 * len(expected)
@@ -78,6 +87,8 @@ def test_models_and_layers_that_comfyui_does_not_know_get_no_file(tmp_path: Path
     assert write_for_comfyui(tmp_path, "WanTransformer3DModel", component="transformer_2") is not None
     assert write_for_comfyui(tmp_path, "CogVideoXTransformer3DModel", component="transformer_2") is None
     assert not (tmp_path / COMFYUI_FILE).exists()
+    for layer in ("single_stream_modulation.linear", "time_guidance_embed.timestep_embedder.linear_1"):
+        assert comfyui_names(["x_embedder", layer], "Flux2Transformer2DModel") is None
     assert comfyui_names(["blocks.0.attn1.norm_q"], "WanTransformer3DModel") is None
     assert comfyui_names(["condition_embedder.time_embedder.linear_2"], "WanTransformer3DModel") == {
         "condition_embedder.time_embedder.linear_2": "diffusion_model.time_embedding.2"

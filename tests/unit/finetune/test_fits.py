@@ -72,6 +72,9 @@ def test_facts_and_dtypes_that_fit_pass() -> None:
     other = {**schedule, "alphas_cumprod": [x * (1 - 1e-3) for x in schedule["alphas_cumprod"]]}
     with pytest.raises(FamilyError, match="has schedule="):
         _check({"schedule": other}, {}, {"schedule": ("scheduler", schedule)})
+    krea2 = load_family("krea2", {**FACTS, "is_distilled": False})
+    mask = {"prompt_mask": torch.ones(8, dtype=torch.bool)}
+    check_cache(Path("cache"), krea2, {**SAMPLE, **mask}, "pipe", {})
     _check({}, {"latents": torch.ones(4, 2, 2, dtype=torch.bfloat16), "source": torch.ones(1, dtype=torch.int64)}, {})
 
 

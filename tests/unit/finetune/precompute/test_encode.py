@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 
 from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, StaleCacheError
-from lightning_cp.families import family_for
+from lightning_cp.families import family_for, load_family
 from lightning_cp.family_check import store
 from lightning_cp.files import open_regular
 from lightning_cp.finetune.families.encode import decode_latents
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash, folder
 from lightning_cp.finetune.precompute import hashes, loading
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute.usable import usable
 from lightning_cp.media import Bucket, find_sources, load_media
 from tests.families.cases import CASES, made
 from tests.unit.finetune.latent_cache.made import bits
@@ -42,6 +43,18 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipeline(tmp_path_factory.mktemp("wan"), "wan")
+
+
+def test_references_must_be_of_all_pictures_or_of_none(tmp_path: Path) -> None:
+    family, buckets = load_family("flux2", {"pixels": 16}), [Bucket(1, 32, 48)]
+    for name in ("a", "b", "b.reference"):
+        Image.fromarray(pixels(0, 32, 48)).save(tmp_path / f"{name}.png")
+    found = find_sources(tmp_path, captions="optional")
+    with pytest.raises(DataError, match=r"b\.png has a reference, and .*a\.png has none: flux2 trains with a ref"):
+        usable(found, family, buckets)
+    (tmp_path / "a.png").unlink()
+    assert len(usable(find_sources(tmp_path, captions="optional"), family, buckets).sources) == 1
+    assert len(usable(found, load_family("flux", {"pixels": 16}), buckets).sources) == 2  # without references
 
 
 @pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
