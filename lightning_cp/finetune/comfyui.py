@@ -1,8 +1,8 @@
 """Write a LoRA for ComfyUI, which reads other names and metadata than diffusers.
 
 ComfyUI takes the scale of a layer from a tensor `<layer>.alpha`; without it, the scale is 1. It knows the layers of
-Flux, Stable Diffusion 3 and QwenImage by diffusers' names, after "transformer."; those of Wan by the names of the
-original weights, after "diffusion_model.".
+Flux, FLUX.2, Krea 2, QwenImage, Stable Diffusion 3 and Z-Image by diffusers' names, after "transformer."; those of Wan
+and LTX by the names of the original weights, after "diffusion_model.".
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.finetune.lora_file import read_lora
 
 COMFYUI_FILE = "comfyui.safetensors"
-_SAME_NAMES = ("FluxTransformer2DModel", "SD3Transformer2DModel", "QwenImageTransformer2DModel")
-# Regular expressions for layers of diffusers' Wan, and the original names.
+_SAME_NAMES = (
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "Krea2Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "ZImageTransformer2DModel",
+)
+_UNKNOWN = {"Flux2Transformer2DModel": r"(double|single)_stream_modulation.*|time_guidance_embed\..*"}  # by the model
+# Regular expressions for layers of diffusers' models, and the original names.
 _WAN = (
     (r"(blocks\.\d+)\.attn1\.to_([qkv])", r"\1.self_attn.\2"),
     (r"(blocks\.\d+)\.attn1\.to_out\.0", r"\1.self_attn.o"),
@@ -36,6 +44,20 @@ _WAN = (
     (r"patch_embedding", "patch_embedding"),
     (r"proj_out", "head.head"),
 )
+_LTX = ((r"(transformer_blocks\..+)", r"\1"),)
+_LTX2 = (
+    *_LTX,
+    (r"(audio_)?proj_in", r"\1patchify_proj"),
+    (r"(audio_)?time_embed\.(.+)", r"\1adaln_single.\2"),
+    (r"(audio_)?prompt_adaln\.(.+)", r"\1prompt_adaln_single.\2"),
+    (r"av_cross_attn_(video|audio)_scale_shift\.(.+)", r"av_ca_\1_scale_shift_adaln_single.\2"),
+    (r"av_cross_attn_(?:video|audio)_(a2v|v2a)_gate\.(.+)", r"av_ca_\1_gate_adaln_single.\2"),
+)
+_ORIGINAL = {
+    "WanTransformer3DModel": _WAN,
+    "LTXVideoTransformer3DModel": _LTX,
+    "LTX2VideoTransformer3DModel": _LTX2,
+}
 
 
 def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer") -> Path | None:
@@ -72,14 +94,16 @@ def comfyui_names(layers: Sequence[str], model: str) -> Mapping[str, str] | None
     >>> comfyui_names(["blocks.0.attn1.to_out.0"], "WanTransformer3DModel")
     {'blocks.0.attn1.to_out.0': 'diffusion_model.blocks.0.self_attn.o'}
     """
+    if any(re.fullmatch(_UNKNOWN.get(model, ""), layer) for layer in layers):
+        return None
     if model in _SAME_NAMES:
         return {layer: f"transformer.{layer}" for layer in layers}
-    if model != "WanTransformer3DModel":
+    renamed, names = _ORIGINAL.get(model), {}
+    if renamed is None:
         return None
-    names = {}
     for layer in layers:
-        matches = (re.fullmatch(pattern, layer) for pattern, _ in _WAN)
-        original = next((m.expand(new) for m, (_, new) in zip(matches, _WAN, strict=True) if m), None)
+        matches = ((re.fullmatch(pattern, layer), new) for pattern, new in renamed)
+        original = next((m.expand(new) for m, new in matches if m), None)
         if original is None:
             return None
         names[layer] = f"diffusion_model.{original}"

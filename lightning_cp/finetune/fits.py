@@ -26,19 +26,26 @@ class _Widths:
         latents: key of the number of input channels, or of output channels if conditions are joined to the input.
         packed: number of latents in a token: input channels = latent channels × packed.
         text: key of the width of the text embeddings.
+        sound: key of the number of input channels of the sound; None: there is none.
     """
 
     latents: str
     packed: int
     text: str
+    sound: str | None = None
 
 
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
 _OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "Flux2Transformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "Krea2Transformer2DModel": _Widths("in_channels", 4, "text_hidden_dim"),
     "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
     "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "ZImageTransformer2DModel": _Widths("in_channels", 1, "cap_feat_dim"),
+    "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
+    "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
@@ -60,10 +67,15 @@ def check_fits(
     widths = _WIDTHS.get(model)
     if widths is None:
         return
+    # LTX-2.3 has no layer that projects text to the width of the blocks
+    text = widths.text if config.get("use_prompt_embeddings", True) else "cross_attention_dim"
     sizes = {
         widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
-        widths.text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
+        text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
+    if widths.sound is not None:
+        channels, _, bins = sample["sound"].shape
+        sizes[widths.sound] = (channels * bins, "audio VAE", "latents of sound of width")
     for key, (size, part, what) in sizes.items():
         if config.get(key, size) != size:
             raise FamilyError(
@@ -104,7 +116,8 @@ def check_cache(
         if not _are_positive(family.facts.get(name, 1.0)):
             raise FamilyError(f"data.path={folder} has {name}={family.facts[name]}, which must be positive: {again}")
     for name, x in sample.items():
-        if (name.startswith("latents") or name in family.text.names) and not x.is_floating_point():
+        is_mask = name.endswith("mask")
+        if (name.startswith("latents") or name in family.text.names) and not is_mask and not x.is_floating_point():
             raise FamilyError(f"data.path={folder} has {name} in {x.dtype}, which must be a float dtype: {again}")
 
 

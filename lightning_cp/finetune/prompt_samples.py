@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -40,7 +40,8 @@ class PromptSampler:
     Args:
         source: the pipeline's folder, or its id on the Hub.
         prompts: texts to draw.
-        images: for edit models and image to video: a picture file for each prompt, the source or the first frame.
+        images: for edit models and image to video: a picture file for each prompt, the source or the first frame. None
+            for FLUX.2: it draws without a source.
         component: name of the transformer in training.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
@@ -91,9 +92,8 @@ class PromptSampler:
         """
         kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
-        names = family_class(kind).components.text
-        model: Any = transformer
-        text = RecordedPrompts()
+        components, model = family_class(kind).components, cast(Any, transformer)
+        names, text = components.text, RecordedPrompts(components.after_encode_prompt)
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:
@@ -176,7 +176,7 @@ def _check_call(kind: type, call: Mapping[str, Any], *, has_images: bool) -> Non
     unknown = [name for name in call if name not in accepted]
     if unknown:
         raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")
-    if "image" in accepted and not has_images:
+    if "image" in accepted and not has_images and not family_class(kind).optional_reference:
         raise FamilyError(
             f"{kind.__name__} draws from pictures: set sampling.images to a list of files, one for each prompt"
         )

@@ -12,7 +12,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from lightning_cp.nest import replace
+from lightning_cp.nest import replace, tensors
 
 _PIXELS: Any = (Image, Tensor, np.ndarray)
 _MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
@@ -23,10 +23,15 @@ class _EncodedError(Exception):
 
 
 class RecordedPrompts:
-    """Results of a pipeline's `encode_prompt`, on the CPU, by the arguments of the call."""
+    """Results of a pipeline's `encode_prompt`, on the CPU, by the arguments of the call.
 
-    def __init__(self) -> None:
+    Args: then_called: components that the pipeline calls with these results (`Components.after_encode_prompt`). Their
+        results are kept in place of those of `encode_prompt`, of which the first channel is kept to recognise them.
+    """
+
+    def __init__(self, then_called: Sequence[str] = ()) -> None:
         self._results: dict[str, Any] = {}
+        self._then_called = tuple(then_called)
 
     @torch.no_grad()
     def record(self, pipe: Any, calls: Sequence[Mapping[str, Any]], device: torch.device) -> None:
@@ -52,6 +57,10 @@ class RecordedPrompts:
                 stack.callback(module.to, "cpu")
             pipe.encode_prompt = self._recording(pipe.encode_prompt, at)
             stack.callback(pipe.__dict__.pop, "encode_prompt")
+            for name in self._then_called:
+                module = getattr(pipe, name)
+                module.forward = self._recording_module(name, module.forward)
+                stack.callback(module.__dict__.pop, "forward")
             for call in calls:
                 try:
                     pipe(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
@@ -61,21 +70,38 @@ class RecordedPrompts:
     def replay_in(self, pipe: Any, device: torch.device) -> None:
         """Make a pipeline's `encode_prompt` return the kept results, on a device."""
 
-        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-            key = _key(args, kwargs)
+        def kept(key: str) -> Any:
             if key not in self._results:
                 raise ValueError(f"{type(pipe).__name__}: a prompt was not encoded before its text encoders were freed")
             return replace(Tensor, lambda x: x.to(device), self._results[key])
 
-        pipe.encode_prompt = encode_prompt
+        pipe.encode_prompt = lambda *args, **kwargs: kept(_key(args, kwargs))
+        for name in self._then_called:  # not by setattr: pipelines accept models only
+            pipe.__dict__[name] = lambda *args, _name=name, **kwargs: kept(_name + _key(_marks(args), _marks(kwargs)))
 
     def _recording(self, encode_prompt: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             result = encode_prompt(*args, **{**kwargs, "device": device})
-            self._results[_key(args, kwargs)] = replace(Tensor, lambda x: x.cpu(), result)
+            kept = _marks(result) if self._then_called else result
+            self._results[_key(args, kwargs)] = replace(Tensor, lambda x: x.cpu(), kept)
             return replace(Tensor, lambda x: x.to(kwargs.get("device") or device), result)
 
         return record
+
+    def _recording_module(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            device = next(tensors((args, kwargs))).device
+            result = forward(*args, **kwargs)
+            key = name + _key(_marks(args), _marks(kwargs))
+            self._results[key] = replace(Tensor, lambda x: x.cpu(), result)
+            return replace(Tensor, lambda x: x.to(device), result)
+
+        return record
+
+
+def _marks(values: Any) -> Any:
+    """Keep the first channel of embeddings [b, length, channels], and all other values."""
+    return replace(Tensor, lambda x: x[..., :1].clone() if x.dim() == 3 else x, values)
 
 
 def _stop(*_: object) -> NoReturn:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_cp.data.bucket_order import bucket_members
 from lightning_cp.finetune.families import Family, Sample, StoredBatch, collate
+from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.objectives import Objective
 from lightning_cp.training.modes import evaluating
@@ -140,7 +141,7 @@ class Validation:
         with evaluating(transformer):
             for first, members, is_counted in self._batches(data_shard):
                 stored = self.data.collate([self.data[i] for i in members]).to(ranks.device)
-                clean = self.family.clean(stored)
+                clean = main_latents(self.family.clean(stored))
                 for k, p in enumerate(self.quantiles):
                     times = self.objective.times_at(self.family, clean, p)
                     losses = self.objective.sample_losses(

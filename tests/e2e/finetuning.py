@@ -53,13 +53,26 @@ def write_pipeline(folder: Path, case: str) -> Path:
 
 
 def write_cache(
-    folder: Path, case: str, count: int = 6, *, write: Callable[[Path, str, int], Path] = write_media
+    folder: Path,
+    case: str,
+    count: int = 6,
+    *,
+    write: Callable[[Path, str, int], Path] = write_media,
+    fps: float | None = None,
 ) -> Path:
-    """Write a folder with `pipe`, `media` and `latents`, the cache of the media. Args: write: writes the media."""
+    """Write a folder with `pipe`, `media` and `latents`, the cache of the media.
+
+    Args: write: writes the media. fps: frame rate of clips; None: the files' own.
+    """
     pipe, media = write_pipeline(folder / "pipe", case), write(folder / "media", case, count)
     frames, height, width = CASES[case].size
     settings = PrecomputeSettings(
-        sizes=[[height, width]], frames=None if frames == 1 else frames, dtype=torch.float32, sheet=0, max_upscale=2
+        sizes=[[height, width]],
+        frames=None if frames == 1 else frames,
+        dtype=torch.float32,
+        sheet=0,
+        max_upscale=2,
+        fps=fps,
     )
     result = precompute(pipe, media, folder / "latents", settings=settings, device=torch.device("cpu"), progress=False)
     assert not result.skipped, result.skipped

@@ -13,7 +13,7 @@ from lightning_cp.families import Media
 from tests.pipelines import table
 from tests.pipelines.common import loud
 
-CAPTIONS = ("a cat", "two green birds fly")
+CAPTIONS = ("a cat", "two green birds fly over the high mountains")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
 
 
@@ -28,6 +28,8 @@ class Case:
         reference: height and width of a reference picture.
         scheduler: returns a scheduler in place of the pipeline's.
         config: changes of the transformer's config.
+        fps: frame rate of the clips, if it is given.
+        sound: number of samples of the clips' sound; 0: none.
     """
 
     file: str
@@ -36,6 +38,8 @@ class Case:
     reference: tuple[int, int] | None = None
     scheduler: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    fps: float | None = None
+    sound: int = 0
 
 
 def _published() -> Any:
@@ -64,11 +68,25 @@ def _dynamic_shift() -> Any:
 
 
 _COG = (9, 48, 80)  # the transformers' sample size, and three latent frames: version 1.5 adds one
+_LTX = (17, 64, 96)  # three latent frames of 2 x 3
 CASES = {
     "flux": Case("flux", "flux", PICTURE),
     "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
     "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
     "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
+    "flux2": Case("flux2", "flux2", (1, 32, 48)),
+    "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
+    "flux2_klein": Case("flux2", "flux2_klein", (1, 32, 48)),
+    "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 64, 80), reference=(64, 96)),
+    "krea2": Case("krea2", "krea2", (1, 24, 40)),
+    "ltx": Case("ltx", "ltx", _LTX, fps=24.0),
+    "ltx_without_frame_rate": Case("ltx", "ltx", _LTX),
+    "ltx_decoder_with_time": Case("ltx", "ltx_decoder_with_time", _LTX),
+    "ltx_image": Case("ltx", "ltx_image_to_video", _LTX, fps=24.0),
+    "ltx2": Case("ltx2", "ltx2", _LTX, fps=25.0, sound=11_000),
+    "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
+    "ltx2_newer": Case("ltx2", "ltx2_guided", _LTX, fps=30.0, sound=9_000),
+    "ltx2_image": Case("ltx2", "ltx2_image_to_video", _LTX, fps=25.0, sound=11_000),
     "wan": Case("wan", "wan", VIDEO),
     "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),
     "wan_time_per_token": Case("wan", "wan_per_token_timestep", VIDEO),
@@ -89,6 +107,8 @@ CASES = {
     "qwen_image_edit_plus_reference_at_time_0": Case(
         "qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
     ),
+    "z_image": Case("z_image", "z_image", (1, 20, 28)),
+    "z_image_dynamic_shift": Case("z_image", "z_image", (1, 20, 28), scheduler=_dynamic_shift),
 }
 
 
@@ -113,7 +133,10 @@ def media(name: str, samples: int = len(CAPTIONS)) -> Media:
     sizes = {"pixels": case.size}
     if case.reference is not None:
         sizes["reference"] = (1, *case.reference)
-    return {
+    others = {} if case.fps is None else {"fps": torch.full([samples], case.fps)}
+    if case.sound:
+        others["sound"] = torch.rand(samples, 2, case.sound, generator=generator) - 0.5
+    return others | {
         key: torch.randint(256, (samples, 3, *size), generator=generator).float() / 255 * 2 - 1
         for key, size in sizes.items()
     }

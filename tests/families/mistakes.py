@@ -103,12 +103,12 @@ def _values_in_another_order(base: type[Family]) -> type[Family]:
 
 
 def _cut_text(base: type[Family]) -> type[Family]:
-    """Pad text to 32 positions, not to the full length."""
+    """Pad text to 64 positions, not to the full length."""
 
     class Wrong(base):  # type: ignore[valid-type, misc]
         @property
         def text(self) -> TextStorage:
-            return replace(super().text, length=32)
+            return replace(super().text, length=64)
 
     return Wrong
 
@@ -134,8 +134,29 @@ def _frames_put_last(base: type[Family]) -> type[Family]:
 
 def _without_reference_ids(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     ids = arguments["img_ids"].clone()
-    ids[:, 0] = 0
+    ids[..., 0] = 0
     return {"img_ids": ids}
+
+
+def _statistics_flipped(base: type[Family]) -> type[Family]:
+    """Give the values of a patch the statistics of the reverse order."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        @classmethod
+        def read_facts(cls, pipe: Any) -> dict[str, Any]:
+            facts = super().read_facts(pipe)
+            return {**facts, "latents_mean": facts["latents_mean"][::-1]}
+
+    return Wrong
+
+
+def _mask_at_the_end(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    mask = arguments["encoder_attention_mask"]
+    return {"encoder_attention_mask": mask.sort(dim=1, descending=True).values}
+
+
+def _layers_flipped(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"encoder_hidden_states": arguments["encoder_hidden_states"].flip(2)}
 
 
 def _mask_of_the_last_frame(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +175,21 @@ def _text_from_another_encoder(base: type[Family]) -> type[Family]:
             return [{**x, "pooled_embeds": x["pooled_embeds"].roll(16)} for x in super().encode_text(*args)]
 
     return Wrong
+
+
+def _frame_rate_of_the_pipeline(base: type[Family]) -> type[Family]:
+    """Store the pipeline's default frame rate with every clip."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def encode_media(self, *args: Any) -> list[Sample]:
+            return [{**x, "fps": torch.tensor(self.facts["fps"])} for x in super().encode_media(*args)]
+
+    return Wrong
+
+
+def _bins_before_channels(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    sound = arguments["audio_hidden_states"]
+    return {"audio_hidden_states": sound.unflatten(2, (2, 2)).transpose(2, 3).flatten(2)}
 
 
 CAPTURE, ORACLE, BATCH = {"capture"}, {"oracle"}, {"batch"}
@@ -176,6 +212,18 @@ MISTAKES = {
     "pooled_text": Mistake("sd3", _text_from_another_encoder, CAPTURE),
     "positions_of_the_reference": Mistake("flux_kontext", _inputs(_without_reference_ids), CAPTURE),
     "positions": Mistake("cogvideox", _facts(sample_size=[12, 20]), CAPTURE),
+    "frame_rate": Mistake("ltx", _frame_rate_of_the_pipeline, CAPTURE),
+    "time_of_the_first_frame": Mistake("ltx_image", _inputs(_times_without_zeros), CAPTURE),
+    "normalisation_of_the_sound": Mistake("ltx2", _facts(sound_mean=[0.0] * 4), ORACLE),
+    "order_of_the_sound": Mistake("ltx2", _inputs(_bins_before_channels), CAPTURE | ORACLE),
+    "positions_of_the_sound": Mistake("ltx2", _facts(sound_position_scale=1), CAPTURE),
     "prediction_type": Mistake("cogvideox_v_prediction", _other_prediction, ORACLE),
+    "normalisation_after_patching": Mistake("flux2", _statistics_flipped, ORACLE),
+    "positions_of_the_flux2_reference": Mistake("flux2_reference", _inputs(_without_reference_ids), CAPTURE),
+    "padding_in_the_text": Mistake("krea2", _inputs(_mask_at_the_end), CAPTURE),
+    "layers_of_the_text": Mistake("krea2", _inputs(_layers_flipped), CAPTURE),
+    "sign_in_a_list": Mistake("z_image", _prediction(torch.neg), ORACLE),
+    "time_not_reversed": Mistake("z_image", _inputs(lambda _, x: {"t": 1 - x["t"]}), CAPTURE | ORACLE),
+    "text_in_a_list": Mistake("z_image", _inputs(lambda _, x: {"cap_feats": x["cap_feats"][::-1]}), BATCH),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

@@ -16,7 +16,11 @@ from tests.families.report import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAST = {  # the other cases are marked `full`
-    "float32": {"flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"},
+    "float32": {
+        *("flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"),
+        *("flux2_reference", "krea2", "z_image"),
+        *("ltx", "ltx2"),
+    },
     "bfloat16": {"flux"},
     "mistakes": {"token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance"},
 }

@@ -16,12 +16,12 @@ from tests.pipelines.tiny import TinyPipe
 _LATENTS = 4
 _SIZE = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and the transformer sees patches of 2 x 2
 _IMAGE_SIZE = (80, 80)  # no side may be below 64
-_TEXT = 2 * 16  # of two layers of the encoder
+_TEXT = 3 * 16  # of three layers of the encoder: the pipelines take them from the first 30, or 27
 
 
 def _make(pipeline: type) -> Any:
     klein = pipeline is not Flux2Pipeline
-    tokenizer, text_encoder = qwen3(hidden=16, causal_lm=True) if klein else mistral3(hidden=16)
+    tokenizer, text_encoder = qwen3(hidden=16, layers=27, causal_lm=True) if klein else mistral3(hidden=16, layers=30)
     transformer = Flux2Transformer2DModel(
         patch_size=1,
         in_channels=4 * _LATENTS,
@@ -44,7 +44,7 @@ def _make(pipeline: type) -> Any:
 
 
 def _inputs(**others: Any) -> dict[str, Any]:
-    return asked(*_SIZE, text_encoder_out_layers=(1, 2), **others)
+    return asked(*_SIZE, **others)
 
 
 def _klein(**others: Any) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def _newer() -> LTX2Pipeline:
     config = {**_NEWER, "use_keyframes_abs_pos_embedding": False}
     connectors = {
         "video_connector_attention_head_dim": 16,
+        "video_connector_num_learnable_registers": 8,
+        "audio_connector_num_learnable_registers": 8,
         "per_modality_projections": True,
         "video_hidden_dim": 32,
         "audio_hidden_dim": 16,

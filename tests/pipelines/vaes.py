@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
@@ -31,8 +32,8 @@ def kl(channels: int = 4, *, levels: int = 1, width: int = 4, quant: bool = Fals
 
 
 def flux2(channels: int = 4, *, levels: int = 4, width: int = 4) -> AutoencoderKLFlux2:
-    """AutoencoderKLFlux2, which makes images 2 ** (levels - 1) times smaller."""
-    return AutoencoderKLFlux2(
+    """AutoencoderKLFlux2, which makes images 2 ** (levels - 1) times smaller; its statistics differ by channel."""
+    vae = AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=(width,) * levels,
@@ -42,6 +43,9 @@ def flux2(channels: int = 4, *, levels: int = 4, width: int = 4) -> AutoencoderK
         sample_size=32,
         mid_block_add_attention=False,
     ).eval()
+    vae.bn.running_mean.copy_(torch.linspace(-0.3, 0.4, 4 * channels))
+    vae.bn.running_var.copy_(torch.linspace(0.5, 1.5, 4 * channels))
+    return vae
 
 
 def qwen_image(channels: int = 4, *, levels: int = 3, width: int = 2, blocks: int = 1) -> AutoencoderKLQwenImage:

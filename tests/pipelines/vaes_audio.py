@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from diffusers import (
     AutoencoderKLLTX2Audio,
     AutoencoderOobleck,
@@ -61,7 +62,7 @@ def ltx2() -> AutoencoderKLLTX2Audio:
     vae = AutoencoderKLLTX2Audio(
         base_channels=4,
         output_channels=2,
-        ch_mult=(1,),
+        ch_mult=(1, 1, 1),
         num_res_blocks=1,
         attn_resolutions=None,
         in_channels=2,
@@ -74,6 +75,8 @@ def ltx2() -> AutoencoderKLLTX2Audio:
         mel_hop_length=160,
         mel_bins=8,
     )
+    vae.latents_mean.copy_(0.1 * torch.arange(4))
+    vae.latents_std.copy_(0.5 + 0.1 * torch.arange(4))
     return vae.eval()
 
 

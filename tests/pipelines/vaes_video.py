@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from diffusers import (
     AutoencoderKLAllegro,
     AutoencoderKLCogVideoX,
@@ -29,7 +32,7 @@ def wan(channels: int = 4) -> AutoencoderKLWan:
     ).eval()
 
 
-def ltx(channels: int = 4) -> AutoencoderKLLTXVideo:
+def ltx(channels: int = 4, **others: Any) -> AutoencoderKLLTXVideo:
     """LTX-Video's: 8 frames of video to one of latents, 32 pixels to one."""
     vae = AutoencoderKLLTXVideo(
         latent_channels=channels,
@@ -37,8 +40,9 @@ def ltx(channels: int = 4) -> AutoencoderKLLTXVideo:
         decoder_block_out_channels=(8, 8, 8, 8),
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1, 1),
+        **others,
     )
-    return vae.eval()
+    return _with_statistics(vae)
 
 
 def ltx2(channels: int = 4) -> AutoencoderKLLTX2Video:
@@ -46,12 +50,20 @@ def ltx2(channels: int = 4) -> AutoencoderKLLTX2Video:
     vae = AutoencoderKLLTX2Video(
         latent_channels=channels,
         block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8),
+        decoder_block_out_channels=(8, 16, 32),
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1),
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
     )
+    return _with_statistics(vae)
+
+
+def _with_statistics(vae: Any) -> Any:
+    """Set the mean and the standard deviation of the latents, which these autoencoders have as buffers."""
+    channels = torch.arange(len(vae.latents_mean))
+    vae.latents_mean.copy_(0.1 * channels)
+    vae.latents_std.copy_(0.1 + 0.01 * channels)
     return vae.eval()
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
-from lightning_cp.files import read_json, read_regular
+from lightning_cp.files import modular_error, read_json, read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
@@ -135,6 +135,8 @@ def _check_transformer(config: DictConfig) -> None:
         if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
             raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
         return
+    if error := modular_error(source, f"model.pretrained={source}"):
+        raise SettingsError(error)
     index = _read(source / "model_index.json", "model.pretrained")
     listed = [name for name, value in index.items() if isinstance(value, list)]
     names = [name for name in listed if (source / name / "config.json").is_file()]

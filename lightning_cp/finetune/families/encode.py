@@ -23,7 +23,10 @@ def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     """Decode stored "latents", [b, ...], as pixels in [0, 1], float32."""
-    pixels: Tensor = vae.decode(latents.to(device=vae.device, dtype=vae.dtype), return_dict=False)[0]
+    latents, others = latents.to(device=vae.device, dtype=vae.dtype), {}
+    if vae.config.get("timestep_conditioning"):  # LTX: decoders that can remove noise; stored latents have none
+        others["temb"] = torch.zeros(len(latents), device=latents.device, dtype=latents.dtype)
+    pixels: Tensor = vae.decode(latents, **others, return_dict=False)[0]
     return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
 

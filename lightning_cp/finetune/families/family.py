@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_moments
+from lightning_cp.finetune.families.encode import decode_latents, latent_moments
+from lightning_cp.finetune.families.latents import Latents
 from lightning_cp.finetune.families.shift import ResolutionShift
 
 Sample = dict[str, Tensor]  # what is stored for one sample: tensors by name, without a batch dim
@@ -34,11 +35,15 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Components:
-    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None)."""
+    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None).
+
+    `after_encode_prompt` are those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
+    """
 
     text: tuple[str, ...]
     media: tuple[str, ...] = ("vae",)
     train: tuple[str, ...] = ("transformer",)
+    after_encode_prompt: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,13 @@ class TextStorage:
             zeros up to `length` in a batch. `masked`: cut at the true length, filled up to the longest text of the
             batch, and masked.
         length: number of positions with padding.
-        sequences: names of the stored tensors with a position dim, [length, dim].
-        others: names of the stored tensors without one (pooled embeddings), [dim].
+        sequences: names of the stored tensors with a position dim, [length, ...].
+        others: names of the other stored tensors of the text: pooled embeddings [dim], or the mask of `padded` text
+            whose padding is not at the end.
         mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
         sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
             captions cannot be dropped, because the text of the empty caption would depend on the sample.
+        more: texts of other encoders, with their own form, length and mask.
     """
 
     form: Literal["padded", "zeros", "masked"]
@@ -101,11 +108,17 @@ class TextStorage:
     others: tuple[str, ...] = ()
     mask: str = "prompt_mask"
     sees_media: bool = False
+    more: tuple[TextStorage, ...] = ()
+
+    @property
+    def parts(self) -> tuple[TextStorage, ...]:
+        """The rules for each encoder's text."""
+        return (self, *self.more)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all stored tensors that depend on the text."""
-        return (*self.sequences, *self.others)
+        return tuple(name for part in self.parts for name in (*part.sequences, *part.others))
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,14 @@ class Family(ABC):
         components: components that each phase needs.
         takes_video: True if the VAE takes pixels with a frame dim, also for pictures.
         lora_targets: default `target_modules` of a LoRA.
+        outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
+        entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
+        default_frames: frames of a clip, if the pipeline's call has no default.
+        default_side: height and width of the pipeline's pictures, if neither its call nor its configs state them.
+        optional_reference: True if the pipeline samples with and without references: the data have one for each
+            sample, or none.
+        one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
+            once for each sample.
     """
 
     name: ClassVar[str]
@@ -161,6 +182,13 @@ class Family(ABC):
     components: ClassVar[Components]
     takes_video: ClassVar[bool] = False
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    outputs: ClassVar[int] = 1
+    entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
+    time_entry: ClassVar[str] = "timestep"
+    default_frames: ClassVar[int] = 1
+    default_side: ClassVar[int | None] = None
+    optional_reference: ClassVar[bool] = False
+    one_per_call: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -214,14 +242,17 @@ class Family(ABC):
         return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
 
     @abstractmethod
-    def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        """Return the normalised clean latents x0, float32 with a batch dim.
+    def clean(self, stored: Stored, noise: Any = None) -> Any:
+        """Return the normalised clean latents x0, float32 with a batch dim: `Latents`.
 
-        Args: noise: standard normal, to sample from the VAE's distribution; None: its mode.
+        With a dict, the first latents decide the number of tokens and the time. Each has its own noise and its own
+        loss, and the losses are added.
+
+        Args: noise: standard normal, like x0, to sample from the VAE's distribution; None: its mode.
         """
 
     @abstractmethod
-    def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
+    def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         """Build the transformer's keyword arguments, whole on every rank (with `return_dict=False`).
 
         Args:
@@ -229,8 +260,11 @@ class Family(ABC):
             times: [b], float sigma in [0, 1] for `flow`, otherwise int64.
         """
 
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Convert the transformer's output to x0's layout and the sign of `ObjectiveDefaults.prediction`."""
+    def prediction(self, output: Any, noisy: Any) -> Any:
+        """Convert the transformer's output to x0's layout and the sign of `ObjectiveDefaults.prediction`: `Latents`.
+
+        Args: output: the first output (a tensor, or a list), or a tuple of the first `outputs`.
+        """
         return output
 
     def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
@@ -241,10 +275,10 @@ class Family(ABC):
         """Return height and width that references of samples of this size are loaded with. Default: the same."""
         return height, width
 
-    def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
+    def given_mask(self, stored: Stored, clean: Any) -> Latents | None:
         """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.
 
-        Given latents enter the transformer clean, and have no loss.
+        Given latents enter the transformer clean, and have no loss. A dict may leave names out.
         """
         return None
 
@@ -262,6 +296,18 @@ class Family(ABC):
     def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
         """Return the shift of flow times. Args: latents: shape of one sample's x0."""
         return self.objective.shift
+
+    @property
+    def sound_rate(self) -> int | None:
+        """Samples per second of "sound" [b, 2, samples] that `encode_media` takes; None: the model has no sound."""
+        return None
+
+    def decoded(self, pipe: Any, stored: Stored) -> dict[str, Tensor]:
+        """Decode stored latents as the pipeline does: pixels in [0, 1] as "", and other fields of its result by name.
+
+        It is for proofs. Default: the pixels, decoded by the VAE.
+        """
+        return {"": decode_latents(pipe.vae, stored["latents"])}
 
 
 def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:

@@ -14,25 +14,13 @@ from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    stored_latents,
-)
+from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored, TextStorage
 from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.packing import pack, positions, unpack
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.packing import pack, positions
+from lightning_cp.finetune.families.pictures import Pictures
 
 
-class Flux(Family):
+class Flux(Pictures):
     """FLUX.1-dev and -schnell, text to image."""
 
     name = "flux"
@@ -42,30 +30,12 @@ class Flux(Family):
     @classmethod
     @override
     def read_facts(cls, pipe: Any) -> Facts:
-        return {
-            "pixels": 2 * pipe.vae_scale_factor,
-            "shift_factor": pipe.vae.config.shift_factor,
-            "scaling_factor": pipe.vae.config.scaling_factor,
-            "guidance_embeds": bool(pipe.transformer.config.guidance_embeds),
-            "text_length": 512,
-            "shift": shift_facts(pipe.scheduler),
-        }
-
-    @property
-    @override
-    def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, 2, 2))
+        return {**super().read_facts(pipe), "guidance_embeds": bool(pipe.transformer.config.guidance_embeds)}
 
     @property
     @override
     def text(self) -> TextStorage:
         return TextStorage("padded", self.facts["text_length"], others=("pooled_embeds",))
-
-    @property
-    @override
-    def objective(self) -> ObjectiveDefaults:
-        guidance = 1.0 if self.facts["guidance_embeds"] else None
-        return ObjectiveDefaults(shift=shift_from(self.facts["shift"]), guidance=guidance, posterior="sample")
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
@@ -73,14 +43,9 @@ class Flux(Family):
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
 
     @override
-    def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        return self._normalised(stored_latents(stored, noise))
-
-    @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        b, _, height, width = noisy.shape
+        height, width = noisy.shape[-2:]
         text = stored["prompt_embeds"]
-        guidance = torch.full([b], options.guidance, dtype=torch.float32, device=noisy.device)
         return {
             "hidden_states": pack(noisy).to(options.dtype),
             "encoder_hidden_states": text.to(options.dtype),
@@ -88,18 +53,9 @@ class Flux(Family):
             "timestep": times.float(),
             "img_ids": positions(height // 2, width // 2, device=noisy.device),
             "txt_ids": torch.zeros(text.shape[1], 3, device=noisy.device, dtype=torch.float32),
-            "guidance": guidance if self.facts["guidance_embeds"] else None,
+            "guidance": self.guidance(noisy, options),
             "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        height, width = noisy.shape[-2:]
-        return unpack(output, height, width)
-
-    def _normalised(self, latents: Tensor) -> Tensor:
-        normalised: Tensor = (latents - self.facts["shift_factor"]) * self.facts["scaling_factor"]
-        return normalised
 
 
 class FluxKontext(Flux):
@@ -123,7 +79,7 @@ class FluxKontext(Flux):
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         arguments = super().inputs(noisy, times, stored, options)
-        reference = self._normalised(stored["reference"].float())
+        reference = self.normalised(stored["reference"].float())
         height, width = reference.shape[-2:]
         ids = positions(height // 2, width // 2, device=noisy.device)
         ids[:, 0] = 1

@@ -1,4 +1,4 @@
-"""Pack latents to tokens of 2 x 2 latents, as Flux and QwenImage do."""
+"""Pack latents to tokens of 2 x 2 latents, as the Flux pipelines, QwenImage and Krea 2 do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Convert [b, c, h, w] to tokens [b, h/2 · w/2, 4c]; the values of a token are ordered by channel, row, column."""
+    """Convert [b, c, h, w] or [b, c, 1, h, w] to tokens [b, h/2 · w/2, 4c], ordered by row and column.
+
+    The values of a token are ordered by channel, row, column.
+    """
+    latents = latents.flatten(1, -3)
     b, c, h, w = latents.shape
     return latents.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
 

@@ -12,57 +12,19 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    per_channel,
-    stored_latents,
-)
-from lightning_cp.finetune.families.packing import pack, unpack
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.family import Components, InputOptions, Media, Sample, Stored
+from lightning_cp.finetune.families.packing import pack
+from lightning_cp.finetune.families.pictures import Pictures
 
 
-class QwenImage(Family):
+class QwenImage(Pictures):
     """QwenImage, text to image. All samples of a batch must have the same size."""
 
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
     takes_video = True
-
-    @classmethod
-    @override
-    def read_facts(cls, pipe: Any) -> Facts:
-        return {
-            "pixels": 2 * pipe.vae_scale_factor,
-            "latents_mean": list(pipe.vae.config.latents_mean),
-            "latents_std": list(pipe.vae.config.latents_std),
-            "text_length": 512,
-            "shift": shift_facts(pipe.scheduler),
-        }
-
-    @property
-    @override
-    def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, 2, 2))
-
-    @property
-    @override
-    def text(self) -> TextStorage:
-        return TextStorage("masked", self.facts["text_length"])
-
-    @property
-    @override
-    def objective(self) -> ObjectiveDefaults:
-        return ObjectiveDefaults(shift=shift_from(self.facts["shift"]), posterior="sample")
+    statistics = ("latents_mean", "latents_std")
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
@@ -72,26 +34,13 @@ class QwenImage(Family):
         return [{"prompt_embeds": x[:length]} for x, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)]
 
     @override
-    def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        return self._normalised(stored_latents(stored, noise))
-
-    def _normalised(self, latents: Tensor) -> Tensor:
-        mean, std = (per_channel(self.facts[name], latents) for name in ("latents_mean", "latents_std"))
-        return (latents - mean) / std
-
-    @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         height, width = noisy.shape[-2:]
         return {
-            "hidden_states": pack(noisy[:, :, 0]).to(options.dtype),
+            "hidden_states": pack(noisy).to(options.dtype),
             "timestep": times.float(),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "encoder_hidden_states_mask": stored.get(self.text.mask),
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
             "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        height, width = noisy.shape[-2:]
-        return unpack(output, height, width).unsqueeze(2)

@@ -66,9 +66,9 @@ class QwenImageEdit(QwenImage):
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         arguments = super().inputs(noisy, times, stored, options)
-        reference = self._normalised(stored["reference"].float())
+        reference = self.normalised(stored["reference"].float())
         height, width = reference.shape[-2:]
-        tokens = torch.cat([arguments["hidden_states"], pack(reference[:, :, 0]).to(options.dtype)], dim=1)
+        tokens = torch.cat([arguments["hidden_states"], pack(reference).to(options.dtype)], dim=1)
         shapes = [[*sizes, (1, height // 2, width // 2)] for sizes in arguments["img_shapes"]]
         return {**arguments, "hidden_states": tokens, "img_shapes": shapes}
 

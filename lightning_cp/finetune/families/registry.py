@@ -11,6 +11,13 @@ from lightning_cp.finetune.families.family import Facts, Family
 _OURS = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
     "flux": ("flux", "Flux", "FluxPipeline"),
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
+    "flux2": ("flux2", "Flux2", "Flux2Pipeline"),
+    "flux2_klein": ("flux2", "Flux2Klein", "Flux2KleinPipeline"),
+    "krea2": ("krea2", "Krea2", "Krea2Pipeline"),
+    "ltx": ("ltx", "LTX", "LTXPipeline"),
+    "ltx_image_to_video": ("ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
+    "ltx2": ("ltx2", "LTX2", "LTX2Pipeline"),
+    "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),
@@ -19,6 +26,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
     "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
     "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
+    "z_image": ("z_image", "ZImage", "ZImagePipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 

@@ -67,7 +67,7 @@ class StoredBatch:
         """
         if self.empty is None:
             raise FamilyError("captions can only be dropped from a batch that holds the text of the empty caption")
-        names = [*text.names, *([text.mask] if text.mask in self else [])]
+        names = [*text.names, *(part.mask for part in text.parts if part.mask in self)]
         chosen = {
             name: torch.where(_like(dropped, self[name]), self.empty[name].to(self[name].dtype), self[name])
             for name in names
@@ -93,12 +93,9 @@ def collate(
     Raises: FamilyError: names or shapes differ, or a text does not fit.
     """
     _check_names(samples, text, empty)
-    every = [*samples, *([] if empty is None else [empty])]
-    longest = max((len(sample[name]) for sample in every for name in text.sequences), default=0)
-    length = min((n for n in lengths if n >= longest), default=longest)
-    padded = [_padded(sample, text, length) for sample in every]
-    if not lengths and all(sample[text.mask].all() for sample in padded if text.mask in sample):
-        padded = [{name: x for name, x in sample.items() if name != text.mask} for sample in padded]
+    padded = [*samples, *([] if empty is None else [empty])]
+    for part in text.parts:
+        padded = _padded_equally(padded, part, lengths)
     tensors = {}
     for name in padded[0]:
         values = [sample[name] for sample in padded[: len(samples)]]
@@ -126,6 +123,16 @@ def _check_names(samples: Sequence[Sample], text: TextStorage, empty: Sample | N
             raise FamilyError(f"the stored {kind} has no {', '.join(missing)}")
 
 
+def _padded_equally(samples: Sequence[Sample], text: TextStorage, lengths: Sequence[int]) -> list[Sample]:
+    """Pad one encoder's text of all samples to one length; see `collate`."""
+    longest = max((len(sample[name]) for sample in samples for name in text.sequences), default=0)
+    length = min((n for n in lengths if n >= longest), default=longest)
+    padded = [_padded(sample, text, length) for sample in samples]
+    if not lengths and all(sample[text.mask].all() for sample in padded if text.mask in sample):
+        padded = [{name: x for name, x in sample.items() if name != text.mask} for sample in padded]
+    return padded
+
+
 def _padded(sample: Sample, text: TextStorage, length: int) -> Sample:
     """Pad a sample's text. Args: length: number of positions of `masked` text."""
     if text.form == "padded" or not text.sequences:
@@ -135,7 +142,7 @@ def _padded(sample: Sample, text: TextStorage, length: int) -> Sample:
     for name, number in positions.items():
         if number > length:
             raise FamilyError(f"{name} has {number} positions, more than the {length} of this family")
-        padded[name] = F.pad(sample[name], (0, 0, 0, length - number))
+        padded[name] = F.pad(sample[name], (*[0] * (2 * sample[name].dim() - 1), length - number))
     if text.form == "masked":
         if len(set(positions.values())) > 1:
             raise FamilyError(f"sequences with one mask must have equal lengths, got {positions}")

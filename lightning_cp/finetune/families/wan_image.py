@@ -14,10 +14,9 @@ from typing_extensions import override
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored
+from lightning_cp.finetune.families.first_frame import check_more_frames, first_frame_mask
 from lightning_cp.finetune.families.media import condition_image, to_images
 from lightning_cp.finetune.families.wan import Wan
-
-_ONE_FRAME = "clips must have more than one latent frame: the first one is given and has no loss"
 
 
 class WanImageToVideo(Wan):
@@ -83,18 +82,12 @@ class WanImageToVideo(Wan):
     @override
     def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
         super().check_size(height=height, width=width, frames=frames)
-        if self.facts["expand_timesteps"] and frames == 1:
-            raise FamilyError(_ONE_FRAME)
+        if self.facts["expand_timesteps"]:
+            check_more_frames(frames)
 
     @override
     def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
-        if not self.facts["expand_timesteps"]:
-            return None
-        if clean.shape[2] == 1:
-            raise FamilyError(_ONE_FRAME)
-        given = torch.zeros(clean.shape[2], dtype=torch.bool, device=clean.device)
-        given[0] = True
-        return given.view(1, 1, -1, 1, 1)
+        return first_frame_mask(clean) if self.facts["expand_timesteps"] else None
 
     @override
     def call_arguments(self, media: Media) -> dict[str, Any]:

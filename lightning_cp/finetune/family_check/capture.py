@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.finetune.families import Family, InputOptions, Media, collate
+from lightning_cp.finetune.families.latents import by_name, like
 from lightning_cp.finetune.family_check.pipeline_calls import (
     Recording,
     call,
@@ -21,7 +22,7 @@ from lightning_cp.finetune.objectives.objective import activation_dtype
 
 # Arguments that may differ in bfloat16, by two roundings: pipelines normalise conditions (a part of the hidden states)
 # in bfloat16, and Flux and QwenImage round times and then divide them. All other arguments must be equal.
-_ROUNDED, _ROUNDING = ("hidden_states", "timestep"), 2.0**-7
+_ROUNDING = 2.0**-7
 _GUIDANCE = 3.5  # of transformers with a guidance embedding
 _STEPS = 2
 
@@ -35,8 +36,8 @@ def capture_proof(
     first step only. Values must be equal bit for bit. With a transformer in bfloat16, times and hidden states may
     differ by two roundings, because pipelines normalise conditions and scale times in that dtype.
     """
-    negatives = [negative] * len(captions)
-    settings = guidance_settings(pipe, negatives)
+    settings = guidance_settings(pipe, [negative] * len(captions))
+    negatives = list(settings.get("negative_prompt", [""] * len(captions)))  # a copy: some pipelines change the list
     if "guidance_scale" not in settings:
         settings["guidance_scale"] = _GUIDANCE
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
@@ -47,10 +48,11 @@ def capture_proof(
         branches = [_arguments(pipe, family, record, x, step, settings["guidance_scale"]) for x in samples]
         calls = record.calls[step * per_step : (step + 1) * per_step]
         for name, error in _differences(calls, branches, len(captions)):
-            if step == 0 or name.split()[-1] != "hidden_states":
+            if step == 0 or name.split()[-1] not in family.entries:
                 errors[name] = max(errors.get(name, 0.0), error)
     exact = activation_dtype(transformers_of(pipe, family.components)[0]) == torch.float32
-    allowed = {name: 0.0 if exact or name.split()[-1] not in _ROUNDED else _ROUNDING for name in errors}
+    rounded = (*family.entries, family.time_entry)
+    allowed = {name: 0.0 if exact or name.split()[-1] not in rounded else _ROUNDING for name in errors}
     worst = max(errors, key=lambda name: (errors[name] > allowed[name], errors[name]))
     return Proof("capture", errors[worst], allowed[worst], worst if errors[worst] else "")
 
@@ -59,7 +61,8 @@ def _arguments(
     pipe: Any, family: Family, record: Recording, samples: list[Any], step: int, guidance: float
 ) -> dict[str, Any]:
     stored = collate(samples, family.text)
-    noisy = _noise(record, family.clean(stored)) * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    clean, scale = family.clean(stored), getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    noisy = like(clean, {name: noise * scale for name, noise in _noises(record, by_name(clean)).items()})
     times = _times(pipe, family, step, len(samples))
     options = InputOptions(activation_dtype(transformers_of(pipe, family.components)[0]), guidance)
     return passed_arguments(family.inputs(noisy, times, stored, options))
@@ -75,43 +78,59 @@ def _times(pipe: Any, family: Family, step: int, samples: int) -> Tensor:
     return sigmas
 
 
-def _noise(record: Recording, clean: Tensor) -> Tensor:
-    """Return the noise that the pipeline began from, in x0's layout.
+def _noises(record: Recording, clean: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the noises that the pipeline began from, in x0's layout; they were drawn in x0's order.
 
-    Its values are ordered as in x0's layout, apart from dims of size 1.
+    Their values are ordered as in x0's layout, apart from dims of size 1.
     """
-    found = [noise for noise in record.noises if noise.numel() == clean.numel()]
-    assert found, "the pipeline draws noise of x0's size"
-    return found[-1].float().reshape(clean.shape)
+    found, left = {}, list(record.noises)
+    for name, x in reversed(clean.items()):
+        while left and left[-1].numel() != x.numel():
+            left.pop()
+        assert left, "the pipeline draws noise of x0's size"
+        found[name] = left.pop().float().reshape(x.shape)
+    return found
 
 
 def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], samples: int) -> list[tuple[str, float]]:
     """Compare recorded calls with the family's arguments. Each CFG branch is a separate call, or half of a batch."""
     positive, negative = branches
     if len(calls) >= 2:
-        pairs = [("", calls[0], positive), ("negative ", calls[1], negative)]
-    elif any(isinstance(x, Tensor) and x.shape[:1] == (2 * samples,) for x in calls[0].values()):
-        joined = {name: _joined(calls[0].get(name), negative[name], positive[name]) for name in positive}
-        pairs = [("", calls[0], joined)]
-    else:
-        pairs = [("", calls[0], positive)]
-    return [
-        (f"{branch}{name}", _error(recorded.get(name), ours.get(name)))
-        for branch, recorded, ours in pairs
-        for name in sorted(recorded.keys() | ours.keys())
-    ]
+        return [*_compared("", calls[0], positive), *_compared("negative ", calls[1], negative)]
+    orders = [[positive]]
+    if any(_length(x) == 2 * samples for x in calls[0].values()):
+        orders = [[negative, positive], [positive, negative]]  # pipelines join the branches in one of these orders
+    found = [_compared("", calls[0], _joined(calls[0], order)) for order in orders]
+    return min(found, key=lambda errors: max(error for _, error in errors))
 
 
-def _joined(recorded: Any, negative: Any, positive: Any) -> Any:
-    """Return both branches in one batch if the recorded tensor has both, otherwise the positive one."""
-    tensors = isinstance(recorded, Tensor) and isinstance(positive, Tensor) and recorded.dim() == positive.dim() > 0
-    return torch.cat([negative, positive]) if tensors and len(recorded) == 2 * len(positive) else positive
+def _compared(branch: str, recorded: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, float]]:
+    names = sorted(recorded.keys() | ours.keys())
+    return [(f"{branch}{name}", _error(recorded.get(name), ours.get(name))) for name in names]
+
+
+def _joined(recorded: dict[str, Any], branches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return all branches in one batch for the arguments that have all of them, otherwise the last one's."""
+    joined = dict(branches[-1])
+    for name, x in joined.items():
+        if _length(x) and _length(recorded.get(name)) == len(branches) * _length(x):
+            parts = [branch[name] for branch in branches]
+            joined[name] = torch.cat(parts) if isinstance(x, Tensor) else [one for part in parts for one in part]
+    return joined
+
+
+def _length(x: Any) -> int:
+    """Return the length of the batch dim of a tensor, or of a list with one tensor for each sample; otherwise 0."""
+    is_batch = x.dim() > 0 if isinstance(x, Tensor) else isinstance(x, list) and all(isinstance(y, Tensor) for y in x)
+    return len(x) if is_batch else 0
 
 
 def _error(recorded: Any, ours: Any) -> float:
     """Return the largest difference, relative to the largest recorded value; inf for other shapes or kinds."""
     if isinstance(recorded, (tuple, list)) and isinstance(ours, (tuple, list)) and len(recorded) == len(ours):
         return max((_error(a, b) for a, b in zip(recorded, ours, strict=True)), default=0.0)
+    if isinstance(recorded, float) and isinstance(ours, Tensor):  # a value of the call, which samples here have each
+        recorded = torch.full_like(ours, recorded)
     if not isinstance(recorded, Tensor) or not isinstance(ours, Tensor):
         return 0.0 if type(recorded) is type(ours) and recorded == ours else float("inf")
     if recorded.shape != ours.shape:

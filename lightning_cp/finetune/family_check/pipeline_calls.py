@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Components, Family, Media
+from lightning_cp.finetune.objectives.objective import first_outputs
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
@@ -23,13 +24,13 @@ class Recording:
 
     Attributes:
         calls: keyword arguments of each call of a transformer, in order.
-        outputs: first output of each call.
+        outputs: what `Family.prediction` takes of the output of each call.
         noises: tensors that the pipeline drew with `randn_tensor`, in order.
         result: the pipeline's output.
     """
 
     calls: list[dict[str, Any]] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
     noises: list[Tensor] = field(default_factory=list)
     result: Any = None
 
@@ -52,7 +53,7 @@ def call(
     captions: Sequence[str],
     media: Media,
     *,
-    answer: Callable[[dict[str, Any]], Tensor] | None = None,
+    answer: Callable[[dict[str, Any]], Any] | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Recording:
@@ -83,14 +84,18 @@ def call(
 
 
 def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
-    """Return call arguments that make the pipeline compute both branches of classifier-free guidance."""
-    scale = "true_cfg_scale" if "true_cfg_scale" in inspect.signature(pipe.__call__).parameters else "guidance_scale"
-    return {scale: 4.0, "negative_prompt": list(negative)}
+    """Return call arguments that make the pipeline compute both branches of classifier-free guidance.
+
+    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty.
+    """
+    parameters = inspect.signature(pipe.__call__).parameters
+    scale = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
+    return {scale: 4.0, **({"negative_prompt": list(negative)} if "negative_prompt" in parameters else {})}
 
 
 @contextmanager
 def _recorded(
-    pipe: Any, family: Family, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None
+    pipe: Any, family: Family, record: Recording, answer: Callable[[dict[str, Any]], Any] | None
 ) -> Iterator[None]:
     modules = transformers_of(pipe, family.components)
     drawing: Any = sys.modules[type(pipe).__module__]
@@ -103,7 +108,8 @@ def _recorded(
         record.noises.append(noise.clone())
         return noise
 
-    undo = [intercept_method(module, "forward", _recording(module, record, answer)) for module in modules]
+    around = (_recording(module, record, answer, family.outputs) for module in modules)
+    undo = [intercept_method(module, "forward", each) for module, each in zip(modules, around, strict=True)]
     if draw is not None:
         undo.append(set_attribute(drawing, "randn_tensor", drawn))
     undo.append(set_attribute(posterior, "randn_tensor", _no_noise))
@@ -117,15 +123,21 @@ def _no_noise(shape: Sequence[int], **kwargs: Any) -> Tensor:
     return torch.zeros(tuple(shape), device=kwargs.get("device"), dtype=kwargs.get("dtype"))
 
 
-def _recording(module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None) -> Around:
+def _recording(
+    module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Any] | None, outputs: int
+) -> Around:
     """Wrap a transformer's forward: record its arguments and output; with `answer`, do not run it."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         record.calls.append(passed_arguments(given))
-        output = forward(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
-        record.outputs.append(output[0])
+        if answer is None:
+            output = forward(*args, **kwargs)
+        else:
+            answered = answer(record.calls[-1])
+            output = (answered,) if outputs == 1 else answered
+        record.outputs.append(first_outputs(output, outputs))
         return output
 
     return around

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from lightning_cp.finetune.family_check.proof import Proof
 from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.objective import Objective, activation_dtype
 
-_EXACT, _TOLERANCE = torch.float32, 1e-4
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # many transformers cast to float32 inside
 _FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias
 
 
@@ -26,14 +27,16 @@ def topology_proof(
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
     Args:
-        transformer: not context-parallel; it is copied. Weights in half precision are compared in float32.
+        transformer: not context-parallel; it is copied. Weights in half precision are compared in float32, those in
+            float64 with latents and loss in float64.
         stored: the same batch on every rank.
         config: degrees; all ranks of the world are one context group.
     Ranks: all of the world. Returns: the same result on every rank.
     """
-    objective, alone = objective_for(family, seed=0), transformer
-    if activation_dtype(transformer).itemsize < _EXACT.itemsize:
-        alone = copy.deepcopy(transformer).to(_EXACT)
+    dtype, alone = activation_dtype(transformer), transformer
+    if dtype not in _TOLERANCE:
+        dtype, alone = torch.float32, copy.deepcopy(transformer).float()
+    objective = replace(objective_for(family, seed=0), loss_dtype=dtype)
     parallel = copy.deepcopy(alone)
     loss, gradients = _gradients(objective, alone, family, stored, step)
     apply_context_parallel(parallel, config)
@@ -56,7 +59,7 @@ def topology_proof(
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     worst = int(values.argmax())
     name = f"topology ring={config.ring_degree or 1} ulysses={config.ulysses_degree or 1}"
-    return Proof(name, float(values[worst]), _TOLERANCE, list(errors)[worst])
+    return Proof(name, float(values[worst]), _TOLERANCE[dtype], list(errors)[worst])
 
 
 def _gradients(

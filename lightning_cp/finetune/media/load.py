@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_cp.finetune.media.audio import read_sound
 from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
 from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
@@ -25,6 +26,7 @@ class LoadedMedia:
         crop: the part of the image or video that they show.
         fps: frames per second; None for images.
         reference: float32 [3, 1, h, w] in [-1, 1]; None if the source has none.
+        sound: float32 [2, samples] in [-1, 1]; None without `sound_rate`, and for sources without an audio track.
     """
 
     pixels: Tensor
@@ -32,6 +34,7 @@ class LoadedMedia:
     crop: Crop
     fps: float | None
     reference: Tensor | None
+    sound: Tensor | None = None
 
 
 def load_media(
@@ -42,6 +45,7 @@ def load_media(
     max_upscale: float = MAX_UPSCALE,
     background: Color = WHITE,
     reference_size: Callable[..., tuple[int, int]] | None = None,
+    sound_rate: int | None = None,
 ) -> LoadedMedia:
     """Read a source, choose its bucket with `nearest_bucket`, and crop and resize it with `fit`.
 
@@ -54,6 +58,7 @@ def load_media(
         background: colour behind transparent pixels of images, 0 to 255.
         reference_size: returns height and width of the reference from those of the bucket (`Family.reference_size`);
             None: the same.
+        sound_rate: also read the sound of videos, with this number of samples per second.
     Raises: MediaError: the file, or its reference, cannot be used; names the file and the reason. No other exception
         leaves this function but MemoryError.
     """
@@ -64,7 +69,9 @@ def load_media(
             pixels, rate = read_image(source.file, background=background).unsqueeze(1), None
             bucket = nearest_bucket(buckets, 1, *pixels.shape[-2:], max_upscale=max_upscale)
         fitted, crop = fit(pixels, bucket, max_upscale=max_upscale)
-        reference = None
+        reference = sound = None
+        if sound_rate is not None and rate is not None:
+            sound = read_sound(source.file, rate=sound_rate, start_s=source.start_s, duration_s=bucket.frames / rate)
         if source.reference is not None:
             with failures_of(source.reference):
                 image = read_image(source.reference, background=background).unsqueeze(1)
@@ -72,7 +79,7 @@ def load_media(
                 if reference_size is not None:
                     height, width = reference_size(height=height, width=width)
                 reference, _ = fit(image, Bucket(1, height, width), max_upscale=max_upscale)
-    return LoadedMedia(fitted, bucket, crop, rate, reference)
+    return LoadedMedia(fitted, bucket, crop, rate, reference, sound)
 
 
 def _read_video(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_cp.finetune.families import Family, StoredBatch
+from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.objectives.objective import Objective
 
 
@@ -33,7 +34,7 @@ class MicroBatch:
 
     def loss(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean sigma, float32 scalars; both are multiplied by `share`."""
-        clean = self.family.clean(self.stored)
+        clean = main_latents(self.family.clean(self.stored))
         times = self.objective.times(self.family, clean, step=self.step, first_index=self.first_index)
         losses = self.objective.sample_losses(
             model, self.family, self.stored, step=self.step, first_index=self.first_index, times=times

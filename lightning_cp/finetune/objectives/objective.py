@@ -15,8 +15,11 @@ from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
+from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
 from lightning_cp.finetune.objectives.fabric_call import call_unrounded
 from lightning_cp.training.noise import sample_dropped, sample_noise
+
+_NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,17 @@ class Noised:
     """A batch between data and noise.
 
     Attributes:
-        noisy: noisy latents, float32 [b, ...].
+        noisy: noisy latents, float32 [b, ...], or several by name.
         times: [b]; float32 sigma for flow matching, otherwise int64.
-        target: target of the transformer's prediction, float32 [b, ...].
-        loss_mask: weight of each element in the loss, broadcastable to the target; None: 1 everywhere.
+        target: target of the transformer's prediction, like `noisy`.
+        loss_mask: weight of each element in the loss, broadcastable to the target, by name; others have weight 1.
         stored: the stored batch, with dropped captions replaced.
     """
 
-    noisy: Tensor
+    noisy: Latents
     times: Tensor
-    target: Tensor
-    loss_mask: Tensor | None
+    target: Latents
+    loss_mask: dict[str, Tensor]
     stored: StoredBatch
 
 
@@ -51,6 +54,7 @@ class Objective(ABC):
         guidance: value of the guidance embedding; None: the family's.
         sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: the family's default.
         dtype: dtype of the transformer's activations; None: the dtype of its parameters.
+        loss_dtype: dtype of latents, target and loss. float64 is for proofs.
     """
 
     seed: int
@@ -58,6 +62,7 @@ class Objective(ABC):
     guidance: float | None = None
     sample_posterior: bool | None = None
     dtype: torch.dtype | None = None
+    loss_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if not 0 <= self.cond_dropout <= 1:
@@ -91,25 +96,36 @@ class Objective(ABC):
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
 
         The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
-        mask 0 everywhere has loss 0.
+        mask 0 everywhere has loss 0. With several latents (a clip and its sound), their losses are added; "loss_mask"
+        is then for the first of them, and the others have masks of their own ("sound_loss_mask").
 
         Args:
             times: time of each sample, as `times_at` returns them; None: drawn.
         Other arguments: see `loss`.
         """
         first = self.first_index(transformer, stored) if first_index is None else first_index
+        if family.one_per_call and len(stored) > 1:
+            losses = [
+                self.sample_losses(
+                    transformer,
+                    family,
+                    stored.samples(i, i + 1),
+                    step=step,
+                    first_index=first + i,
+                    times=None if times is None else times[i : i + 1],
+                )
+                for i in range(len(stored))
+            ]
+            return torch.cat(losses)
         noised = self.noised(family, stored, step=step, first_index=first, times=times)
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
-        output = first_output(call_unrounded(transformer, arguments))
-        error = (family.prediction(output, noised.noisy).to(noised.target.dtype) - noised.target).square()
-        if noised.loss_mask is None:
-            return error.flatten(1).mean(dim=1)
-        weights = noised.loss_mask.to(error.dtype).expand_as(error).flatten(1)
-        total = weights.sum(dim=1)
-        return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
+        output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
+        predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
+        losses = [_mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
     def noised(
         self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0, times: Tensor | None = None
@@ -119,27 +135,31 @@ class Objective(ABC):
         Args: times: time of each sample, as `times_at` returns them; None: drawn.
         """
         key: dict[str, Any] = {"seed": self.seed, "step": step, "first_index": first_index}
-        clean = family.clean(stored)
+        clean = self._clean(family, stored)
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
         if sampled and family.objective.posterior == "mode":
             raise FamilyError(f"sample_posterior=True, but {family.name} stores only the mode of its latents")
         if sampled:
-            drawn = sample_noise(
-                clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device, dtype=clean.dtype
-            )
-            clean = family.clean(stored, drawn)
-        noise = sample_noise(clean.shape, **key, device=clean.device, dtype=clean.dtype)
+            clean = self._clean(family, stored, like(clean, _noise(clean, **key, stream=RandomStream.POSTERIOR)))
+        x0, noise = by_name(clean), _noise(clean, **key, stream=RandomStream.NOISE)
         if times is None:
-            times = self.times(family, clean, step=step, first_index=first_index)
-        noisy, target = self.mix(family, clean, noise, times)
-        given, loss_mask = family.given_mask(stored, clean), stored.get("loss_mask")
-        if given is not None:
-            noisy = torch.where(given, clean, noisy)
-            loss_mask = ~given if loss_mask is None else torch.where(given, 0.0, loss_mask)
+            times = self.times(family, main_latents(clean), step=step, first_index=first_index)
+        noisy, target, masks = {}, {}, {}
+        for name, x in x0.items():
+            noisy[name], target[name] = self.mix(family, x, noise[name], times)
+            if (mask := stored.get(f"{name}_loss_mask" if noisy.keys() != {name} else "loss_mask")) is not None:
+                masks[name] = mask
+        for name, given in by_name(family.given_mask(stored, clean)).items():
+            noisy[name] = torch.where(given, x0[name], noisy[name])
+            masks[name] = torch.where(given, 0.0, masks[name]) if name in masks else ~given
         if self.cond_dropout:
-            dropped = sample_dropped(len(stored), self.cond_dropout, **key, device=clean.device)
+            dropped = sample_dropped(len(stored), self.cond_dropout, **key, device=main_latents(clean).device)
             stored = stored.without_text(dropped, family.text)
-        return Noised(noisy, times, target, loss_mask, stored)
+        return Noised(like(clean, noisy), times, like(clean, target), masks, stored)
+
+    def _clean(self, family: Family, stored: StoredBatch, noise: Latents | None = None) -> Latents:
+        clean: Latents = family.clean(stored, noise)
+        return like(clean, {name: x.to(self.loss_dtype) for name, x in by_name(clean).items()})
 
     @abstractmethod
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
@@ -150,7 +170,7 @@ class Objective(ABC):
         """Return the p-quantile of the times that `times` draws, once for each sample, [b].
 
         Args:
-            clean: x0 [b, ...]; the shift of flow times may depend on its size.
+            clean: x0 [b, ...], the main one of several; the shift of flow times may depend on its size.
             p: in (0, 1); 0.5 is the median.
         """
 
@@ -172,11 +192,32 @@ class Objective(ABC):
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
 
 
-def first_output(output: Any) -> Tensor:
-    """Return the prediction in a transformer's output: a tensor, a tuple, or diffusers' output class."""
-    first = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(first, Tensor), f"{type(first).__name__} is no prediction"
-    return first
+def _noise(clean: Latents, *, stream: int, **key: int) -> dict[str, Tensor]:
+    """Draw noise for each of the latents, by name; for the main ones from `stream` itself."""
+    return {
+        name: sample_noise(x.shape, **key, stream=stream + _NEXT_STREAM * i, device=x.device, dtype=x.dtype)
+        for i, (name, x) in enumerate(by_name(clean).items())
+    }
+
+
+def _mean_error(predicted: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean squared error of each sample, weighted by the mask, [b]."""
+    error = (predicted.to(target.dtype) - target).square()
+    if mask is None:
+        return error.flatten(1).mean(dim=1)
+    weights = mask.to(error.dtype).expand_as(error).flatten(1)
+    total = weights.sum(dim=1)
+    return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
+
+
+def first_outputs(output: Any, number: int) -> Any:
+    """Return the first output of a transformer, or a tuple of several.
+
+    Args: output: a tensor, a tuple, or diffusers' output class.
+    """
+    if isinstance(output, Tensor):
+        return output
+    return output[0] if number == 1 else tuple(output[i] for i in range(number))
 
 
 def activation_dtype(transformer: nn.Module) -> torch.dtype:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_cp.errors import FamilyError, MediaError
 from lightning_cp.finetune.families import Family, Media
+from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import CacheWriter, MediaRow, caption_hash
 from lightning_cp.finetune.media import LoadedMedia, Skipped, Source
 from lightning_cp.finetune.precompute.loading import Loader, load_all
@@ -77,7 +80,8 @@ def encode_sources(
                 failure = MediaError(f"{source.file}: {error}")
             else:
                 if ranks.writes_media:
-                    tokens = family.grid.tokens(family.clean({name: x[None] for name, x in sample.items()}).shape[1:])
+                    clean = main_latents(family.clean({name: x[None] for name, x in sample.items()}))
+                    tokens = family.grid.tokens(clean.shape[1:])
                     writer.add_media(MediaRow(**row, tokens=tokens), {name: x.cpu() for name, x in sample.items()})
                 encoded += 1
         if failure is not None and stop_on_bad:
@@ -98,6 +102,9 @@ def captions_of(sources: Sequence[Source]) -> list[str]:
 def batch_of_one(media: LoadedMedia) -> Media:
     """Return the media of one sample with a batch dim, for `Family.encode_media`."""
     given = {"pixels": media.pixels[None]}
-    if media.reference is not None:
-        given["reference"] = media.reference[None]
+    for name, x in (("reference", media.reference), ("sound", media.sound)):
+        if x is not None:
+            given[name] = x[None]
+    if media.fps is not None:
+        given["fps"] = torch.tensor([media.fps])
     return given

@@ -57,6 +57,7 @@ class Loader:
                 fps=self.fps,
                 max_upscale=self.max_upscale,
                 reference_size=None if self.family is None else self.family.reference_size,
+                sound_rate=None if self.family is None else self.family.sound_rate,
             )
             if state_of(source) != before:
                 raise MediaError(f"{source.file}: changed while it was read")

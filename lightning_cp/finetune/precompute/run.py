@@ -35,7 +35,7 @@ from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSet
 from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, usable
+from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, check_rate, usable
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
@@ -102,6 +102,7 @@ def precompute(
             kinds = {"video" if source.is_video else "image" for source in found.sources}
             buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
             found = usable(found, family, buckets)
+            check_rate(family, buckets, settings.fps)
             if settings.on_bad == "error":
                 check_none_skipped(found.skipped)
         with _prepared(run, pipe, family, found.sources) as prepared:

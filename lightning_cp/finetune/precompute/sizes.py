@@ -21,7 +21,7 @@ def default_size(pipe: Any, family: Family) -> Bucket:
     sides = {}
     for name in ("height", "width"):
         latent = config.get(f"sample_{name}") or square
-        side = _argument(pipe, name) or (latent * scale if latent and scale else None)
+        side = _argument(pipe, name) or (latent * scale if latent and scale else family.default_side)
         if side is None:
             raise FamilyError(f"{type(pipe).__name__} has no default {name}: set precompute.sizes=[[height,width]]")
         sides[name] = max(side // family.grid.pixels, 1) * family.grid.pixels
@@ -33,7 +33,7 @@ def default_frames(pipe: Any, family: Family) -> int:
     step = family.grid.frame_step
     if not step:
         return 1
-    frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or 1
+    frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or family.default_frames
     return (frames - 1) // step * step + 1
 
 

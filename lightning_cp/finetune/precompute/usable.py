@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_cp.errors import DataError, MediaError
+from lightning_cp.errors import DataError, FamilyError, MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache.index import INDEX
 from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources
@@ -26,7 +26,7 @@ def check_output(output: Path, data: Path) -> None:
 def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources:
     """Return the sources without those that the family or the buckets exclude, which are skipped with the reason.
 
-    Raises: DataError: no source is left.
+    Raises: DataError: no source is left, or only some have references that are optional.
     """
     kept, skipped = list[Source](), list(found.skipped)
     for source in found.sources:
@@ -37,7 +37,23 @@ def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources
             skipped.append(Skipped(source.file, reason))
     if not kept:
         raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
+    if family.optional_reference:
+        with_one, without = ([x.file for x in kept if (x.reference is None) is none] for none in (False, True))
+        if with_one and without:
+            raise DataError(
+                f"{with_one[0]} has a reference, and {without[0]} has none: {family.name} trains with a reference for "
+                "each picture, or without any"
+            )
     return Sources(tuple(kept), tuple(skipped))
+
+
+def check_rate(family: Family, buckets: Sequence[Bucket], fps: float | None) -> None:
+    """Raise FamilyError if clips of one size could have sound of different lengths, which cannot be in one batch."""
+    if family.sound_rate is not None and fps is None and any(bucket.frames > 1 for bucket in buckets):
+        raise FamilyError(
+            f"{family.name} trains on clips with sound, which is as long as their frames are shown: set one frame "
+            f"rate for all clips, such as precompute.fps={family.facts['fps']:g}"
+        )
 
 
 def check_none_skipped(skipped: Iterable[Skipped]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import FamilyError
+from lightning_cp.files import modular_message
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.pipelines.components import load_pipeline
 
@@ -32,7 +33,7 @@ class ConfigOnly:
 def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None) -> Any:
     """Load a pipeline from a folder or from the Hub; its transformers are `ConfigOnly`.
 
-    Args: vae_dtype: dtype of the VAE; None: `dtype`.
+    Args: vae_dtype: dtype of the VAEs; None: `dtype`.
     Raises: ValueError: it cannot be loaded. FamilyError: no family is registered for its class, or a component that
         encodes is missing.
     """
@@ -45,7 +46,7 @@ def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | N
     }
     if not configs:
         raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
-    dtypes = {"default": dtype, "vae": vae_dtype or dtype}
+    dtypes = {"default": dtype, **{name: vae_dtype or dtype for name in components.media if name.endswith("vae")}}
     pipe = load_pipeline(source, dtypes, setting=_SETTING, without=list(configs), kind=_requiring(kind, configs))
     pipe.__class__ = kind
     for name, config in configs.items():
@@ -62,13 +63,17 @@ def pipeline_class(source: str) -> type:
 
 
 def _index(source: str) -> dict[str, Any]:
-    """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged."""
+    """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged, or that of a modular pipeline."""
     import diffusers
 
     try:
         index: Any = diffusers.DiffusionPipeline.load_config(source)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}") from None
+        message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
+        with suppress(OSError, ValueError, RecursionError):
+            modular: Any = diffusers.ModularPipeline.load_config(source)
+            message = modular_message(modular.get("_class_name"), f"{_SETTING}={source}")
+        raise ValueError(message) from None
     if not isinstance(index, dict) or not index.get("_class_name"):
         raise ValueError(f"{_SETTING}={source}: its model_index.json names no pipeline class")
     return index

@@ -225,8 +225,8 @@ def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path, whol
         assert max(errors) < 1e-6
 
 
-def _exported(rank: int, world: int, copied: bool) -> float:
-    """Export a model that has not run, or a deep copy of one, and run the program."""
+def _exported(rank: int, world: int, copied: bool, package: str | None = None) -> float:
+    """Export a model that has not run, or a deep copy of one, and run the program, compiled to a package if given."""
     model, arguments = _model("wan"), {**_arguments("wan", 7, 2), "return_dict": False}
     with torch.no_grad():
         expected = model(**arguments)[0]
@@ -235,7 +235,18 @@ def _exported(rank: int, world: int, copied: bool) -> float:
             model = copy.deepcopy(model)
         with pytest.warns(UserWarning, match="does not compare its arguments between ranks"):
             program = torch.export.export(model, args=(), kwargs=arguments)
-        return float((program.module()(**arguments)[0] - expected).abs().max())
+        run: Any = program.module()
+        if package is not None:
+            warnings.filterwarnings("ignore", ".*LeafSpec.*")  # torch's own
+            path = torch._inductor.aoti_compile_and_package(program, package_path=f"{package}/rank_{rank}.pt2")
+            run = torch._inductor.aoti_load_package(path)
+        return float((run(**arguments)[0] - expected).abs().max())
+
+
+@pytest.mark.full
+def test_aotinductor_compiles_an_exported_model(run_ranks: RankPool, tmp_path: Path) -> None:
+    for error in run_ranks(2, _exported, True, str(tmp_path), timeout_s=400):
+        assert error < 1e-5
 
 
 @pytest.mark.parametrize("copied", [True, pytest.param(False, marks=FULL)])

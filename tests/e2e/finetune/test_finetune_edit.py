@@ -122,3 +122,10 @@ def test_qwen_image_edit_trains_and_samples(case: str, tmp_path: Path) -> None:
     assert np.abs(before - after).max() > 0
     with pytest.raises(AssertionError, match=rf"cond_dropout=0\.1 must be 0 for {case}"):
         tune(made, "dropped", *given, "cond_dropout=0.1", experiment="finetune_qwen_image_edit")
+
+
+@pytest.mark.full
+def test_flux2_trains_with_sources(tmp_path: Path) -> None:
+    made = write_cache(tmp_path / "flux2", "flux2_reference", count=3)
+    alone = tune(made, "alone", *SMALL, "max_steps=2", experiment="finetune_flux2")
+    check_equal(tune(made, "three", *SMALL, "max_steps=2", "strategy=cp", "ring=3", experiment="finetune_flux2"), alone)

@@ -1,7 +1,7 @@
 """Every family, end to end: a LoRA on four real pictures or clips at ring 2 × data 2, with pictures on the way.
 
 The tiny transformers have random weights, so they have to learn everything in their adapters: those are on all linear
-layers here. Two regions of the same pictures or clips are held out, and their loss is at least halved.
+layers here. Two regions of the same pictures or clips are held out, and their loss is at least halved (see FACTOR).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.e2e.recipe import Finished, run
 from tests.families.cases import CASES
 
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
-FAMILIES = ("flux", "wan", "cogvideox", "qwen_image", "sd3")
+FAMILIES = ("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3", "z_image")
+FACTOR = {"z_image": 0.8}  # its tokens have 64 values, and its width is 32: it cannot predict all of their noise
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def test_validation_loss_is_halved(tuned: Tuned) -> None:
     assert list(losses) == [tuned.every, tuned.steps]
     before = _loss_of_the_base(tuned)
     print(f"{tuned.family}: validation loss {before:.4f} -> {losses[tuned.steps]:.4f}")
-    assert losses[tuned.steps] < 0.5 * before
+    assert losses[tuned.steps] < FACTOR.get(tuned.family, 0.5) * before
 
 
 def test_losses_equal_those_of_one_process(tuned: Tuned) -> None:
@@ -152,7 +153,8 @@ def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
     size = {"height": height, "width": width, **({"num_frames": frames} if frames > 1 else {})}
     for i, prompt in enumerate(PROMPTS):
         seed = torch.Generator().manual_seed(i)
-        drawn = pipe(prompt, generator=seed, num_inference_steps=2, output_type="pt", return_dict=False, **size)[0][0]
+        call = {"prompt": prompt, "num_inference_steps": 2, "output_type": "pt", "return_dict": False, **size}
+        drawn = pipe(generator=seed, **call)[0][0]
         expected = (drawn.movedim(-3, -1) * 255).round().numpy().reshape(-1, height, width, 3)  # CogVideoX: 8 frames
         (path,) = (tuned.four.folder / "samples/final").glob(f"{i:04d}.*")
         found = _frames(path)
@@ -169,7 +171,7 @@ def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
 def test_comfyui_gets_the_same_weights(tuned: Tuned) -> None:
     """Read the file as ComfyUI does: W + alpha / rank · B · A, and no tensor that it does not know."""
     path = tuned.four.folder / "lora/comfyui.safetensors"
-    if tuned.family == "cogvideox":
+    if tuned.family in ("cogvideox", "flux2"):  # ComfyUI does not know all layers, which are all adapted here
         assert not path.exists()
         return
     ours, theirs = load_file(tuned.four.folder / "lora/pytorch_lora_weights.safetensors"), load_file(path)

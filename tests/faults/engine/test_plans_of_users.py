@@ -88,7 +88,7 @@ def _compiled_local(rank: int, world: int) -> None:
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), _GOOD)
     for block in model.blocks:
         block.compile(fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="LOCAL among other attention calls of one module cannot be compiled"):
+    with pytest.raises(Exception, match="LOCAL and other attention calls in its plan cannot be compiled"):
         model(**arguments)
 
 

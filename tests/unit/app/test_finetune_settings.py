@@ -17,6 +17,7 @@ from lightning_cp.launch import Machine
 
 CONF = Path(__file__).parents[3] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
+RANKS = {"finetune_ltx": 128, "finetune_ltx2": 32}  # experiments with the settings of the makers' trainers
 
 
 class NoGpu(Machine):
@@ -41,6 +42,7 @@ def here(tmp_path: Path) -> Path:
             "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
         },
         "empty": {"model_index.json": {}},
+        "modular": {"modular_model_index.json": {"_class_name": "MiniMaxH3ModularPipeline"}},
         "cache": {
             "index.json": {},
             "complete.json": {"samples": 6},
@@ -75,12 +77,25 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
     config = check(here, experiment=experiment).config
-    assert (config.lora.rank, config.lora.dropout) == (None, 0.0)
+    assert (config.lora.rank, config.lora.dropout) == (RANKS.get(experiment), 0.0)
     assert config.data.kind == "latents"
 
 
 def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
-    families = ("cogvideox", "flux", "kontext", "qwen_image", "qwen_image_edit", "sd3", "wan")
+    families = (
+        "cogvideox",
+        "flux",
+        "flux2",
+        "kontext",
+        "krea2",
+        "ltx",
+        "ltx2",
+        "qwen_image",
+        "qwen_image_edit",
+        "sd3",
+        "wan",
+        "z_image",
+    )
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
 
 
@@ -108,6 +123,10 @@ def test_valid_settings_pass(here: Path, overrides: str) -> None:
 
 
 REFUSED = [
+    (
+        "model.pretrained=HERE/modular",
+        "model.pretrained=HERE/modular is a modular pipeline (MiniMaxH3ModularPipeline), which cannot be fine-tuned",
+    ),
     (
         "strategy=cp ring=4 ulysses=2",
         r"shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the pro",

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
 from lightning_cp.finetune.families.schedule import diffusion_facts
-from lightning_cp.finetune.fits import check_cache, pipeline_facts
+from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.lora_file import load_lora, read_lora
 
 FACTS: dict[str, Any] = {
@@ -72,6 +72,9 @@ def test_facts_and_dtypes_that_fit_pass() -> None:
     other = {**schedule, "alphas_cumprod": [x * (1 - 1e-3) for x in schedule["alphas_cumprod"]]}
     with pytest.raises(FamilyError, match="has schedule="):
         _check({"schedule": other}, {}, {"schedule": ("scheduler", schedule)})
+    krea2 = load_family("krea2", {**FACTS, "is_distilled": False})
+    mask = {"prompt_mask": torch.ones(8, dtype=torch.bool)}
+    check_cache(Path("cache"), krea2, {**SAMPLE, **mask}, "pipe", {})
     _check({}, {"latents": torch.ones(4, 2, 2, dtype=torch.bfloat16), "source": torch.ones(1, dtype=torch.int64)}, {})
 
 
@@ -123,3 +126,33 @@ def test_a_lora_that_cannot_be_trained_is_named(
     if metadata.get("lora_adapter_metadata") != "[]":  # diffusers reads what is in it
         with pytest.raises(ValueError, match=message):
             load_lora(None, file)
+
+
+LTX2 = {"in_channels": 4, "caption_channels": 16, "cross_attention_dim": 32, "audio_in_channels": 4}
+CLIP = {"latents": torch.ones(4, 3, 2, 3), "prompt_embeds": torch.ones(8, 16), "sound": torch.ones(2, 17, 2)}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, None),
+        ({"use_prompt_embeddings": False, "cross_attention_dim": 16}, None),
+        ({"in_channels": 8}, "its VAE makes latent channels 4, but the transformer has in_channels=8"),
+        ({"caption_channels": 8}, "its text encoder makes text embeddings of width 16, but .* caption_channels=8"),
+        ({"use_prompt_embeddings": False}, "text embeddings of width 16, but .* cross_attention_dim=32"),
+        ({"audio_in_channels": 8}, "its audio VAE makes latents of sound of width 4, but .* audio_in_channels=8"),
+    ],
+)
+def test_widths_of_a_clip_with_sound(config: dict[str, Any], message: str | None) -> None:
+    given = "pipe", "transformer", "LTX2VideoTransformer3DModel", {**LTX2, **config}, CLIP
+    if message is None:
+        check_fits(*given)
+        return
+    with pytest.raises(FamilyError, match=message):
+        check_fits(*given)
+
+
+def test_masks_of_text_may_have_any_dtype() -> None:
+    masked = {"text_mask": torch.ones(8, dtype=torch.bool)}
+    facts = {"text_length": 8, "scaling_factor": 1.0, "latents_std": [1.0]}
+    check_cache(Path("cache"), load_family("ltx", facts), {**CLIP, **masked}, "pipe", {})

@@ -111,6 +111,8 @@ def test_a_source_that_is_no_pipeline_is_refused(load: Callable[..., nn.Module],
     assert "must be a pipeline's folder or an id on the Hub" in error(load, "name-without-owner")
     assert "it has no model_index.json: use a folder saved by save_pretrained" in error(load, tmp_path)
     assert "it holds one model, so use its parent folder" in error(load, wan / "transformer")
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
+    assert "is a modular pipeline (MiniMaxH3ModularPipeline), which cannot be fine-tuned" in error(load, tmp_path)
 
 
 @both
@@ -138,7 +140,8 @@ def test_an_id_on_the_hub_is_downloaded_without_other_components(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     load("owner/name", "transformer_2", dtype=torch.float32)
-    assert {name.split("/")[0] for name in asked} == {"model_index.json", "transformer_2"}
+    indexes = {"model_index.json", "modular_model_index.json"}
+    assert {name.split("/")[0] for name in asked} == {*indexes, "transformer_2"}
 
 
 @both

@@ -11,7 +11,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
+from lightning_cp.nest import tensors
+from lightning_cp.pipelines.placement.encoders import release
 from tests.e2e.finetuning import frames_of
+from tests.pipelines import table
 
 CPU = torch.device("cpu")
 
@@ -46,3 +49,29 @@ def test_each_picture_has_its_own_text_and_an_unknown_one_is_an_error() -> None:
     assert not torch.equal(expected[0][0], expected[1][0])
     with pytest.raises(ValueError, match="a prompt was not encoded"):
         pipe.encode_prompt("a red fox", image=[pictures[2]], device=CPU)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_pipeline_calls_with_the_text_is_recorded_in_its_place() -> None:
+    """LTX-2 gives the states of all layers of its text encoder to `connectors`, which are far smaller."""
+    pipe = table("ltx2")["ltx2"].make()
+    pipe.set_progress_bar_config(disable=True)
+    calls = [{**table("ltx2")["ltx2"].inputs(), "num_frames": 9, "prompt": text} for text in ("a cat", "a red fox")]
+    for call in calls:
+        del call["output_type"]
+
+    def draw() -> list[Tensor]:
+        seed = torch.Generator().manual_seed
+        return [pipe(**call, generator=seed(0), output_type="latent").frames for call in calls]
+
+    expected = draw()
+    text = RecordedPrompts(("connectors",))
+    text.record(pipe, calls, CPU)
+    release(pipe, ("text_encoder", "tokenizer", "connectors"))
+    text.replay_in(pipe, CPU)
+    assert all(map(torch.equal, draw(), expected))
+    assert not torch.equal(*expected)
+    widths = {x.shape[-1] for x in tensors(text._results) if x.dim() == 3}
+    assert widths == {1, 16}, "not the 48 of three layers"
+    with pytest.raises(ValueError, match="a prompt was not encoded"):
+        pipe(**{**calls[0], "prompt": "a dog"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,39 @@ def test_a_reference_picture_must_fit_the_grid() -> None:
         family.encode_media(None, {"pixels": pixels, "reference": torch.zeros(1, 3, 1, 24, 16)})
     with pytest.raises(FamilyError, match='needs a "reference" picture'):
         family.encode_media(None, {"pixels": pixels})
+
+
+@pytest.mark.parametrize("size", [(48, 64), (64, 1040), (1040, 1024)])
+def test_a_reference_that_flux2_would_resize_is_refused(size: tuple[int, int]) -> None:
+    family = load_family("flux2", {**FLUX, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4})
+    assert family.reference_size(height=512, width=768) == (512, 768)
+    assert family.reference_size(height=2048, width=1024) == (1440, 720)
+    vae = SimpleNamespace(device="cpu", dtype=torch.float32, encode=lambda x: SimpleNamespace(latent_dist=_Still(x)))
+    media = {"pixels": torch.zeros(1, 3, 1, 16, 16), "reference": torch.zeros(1, 3, 1, *size)}
+    with pytest.raises(FamilyError, match=f"the reference has height={size[0]}, width={size[1]}: both must be at le"):
+        family.encode_media(SimpleNamespace(vae=vae), media)
+
+
+class _Still:
+    """A distribution of latents that are the pixels."""
+
+    def __init__(self, pixels: torch.Tensor) -> None:
+        self.mode, self.std = lambda: pixels, torch.ones_like(pixels)
+
+
+def test_a_distilled_krea2_has_one_shift_at_every_size() -> None:
+    facts: Facts = {**FLUX, "latents_mean": [0.0], "latents_std": [1.0]}
+    shifts = {
+        distilled: load_family("krea2", {**facts, "is_distilled": distilled}).shift_for((1, 1, 128, 128))
+        for distilled in (True, False)
+    }
+    assert isinstance(shifts[True], ResolutionShift)
+    assert [shifts[True].factor(n) for n in (256, 9000)] == [pytest.approx(math.exp(1.15))] * 2
+    assert shifts[False] == ResolutionShift(**FLUX["shift"])
+    assert load_family("krea2", {**facts, "shift": 3.0, "is_distilled": True}).objective.shift == 3.0
+    pipe = SimpleNamespace(config=SimpleNamespace(patch_size=4))
+    with pytest.raises(FamilyError, match="patch_size=4 of the pipeline must be 2"):
+        type(load_family("krea2", facts)).read_facts(pipe)
 
 
 def test_a_clip_whose_frames_are_all_given_is_refused() -> None:

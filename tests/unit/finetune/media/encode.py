@@ -55,3 +55,30 @@ def write_video(
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file
+
+
+def write_clip(
+    file: Path, sound: NDArray[np.float32], *, rate: int = 16_000, delay_s: float = 0.0, frames: int = 24
+) -> Path:
+    """Write a video of a second, 24 frames, with a lossless track. Args: sound: [channels, samples]."""
+    with av.open(str(file), "w") as container:
+        video = container.add_stream("libx264", rate=24, options={"crf": "4"})
+        video.height, video.width, video.pix_fmt = 48, 64, "yuv420p"
+        layout = "stereo" if len(sound) == 2 else "mono"
+        track = container.add_stream("flac", rate=rate, layout=layout, format="s16")
+        for i, pixels in enumerate(grey_frames(24)):
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")
+            frame.pts, frame.time_base = i, Fraction(1, 24)
+            container.mux(video.encode(frame))
+        container.mux(video.encode())
+        values = np.ascontiguousarray((sound.T * 32767).astype(np.int16).reshape(1, -1))
+        piece = av.AudioFrame.from_ndarray(values, format="s16", layout=layout)
+        piece.sample_rate, piece.pts, piece.time_base = rate, round(delay_s * rate), Fraction(1, rate)
+        container.mux(track.encode(piece))
+        container.mux(track.encode())
+    return file
+
+
+def noise(channels: int, samples: int) -> NDArray[np.float32]:
+    """Sound of noise."""
+    return (np.random.default_rng(0).random((channels, samples), np.float32) - 0.5) * 0.9

@@ -13,16 +13,18 @@ import torch
 from PIL import Image
 
 from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, StaleCacheError
-from lightning_cp.families import family_for
+from lightning_cp.families import family_for, load_family
 from lightning_cp.family_check import store
 from lightning_cp.files import open_regular
 from lightning_cp.finetune.families.encode import decode_latents
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash, folder
 from lightning_cp.finetune.precompute import hashes, loading
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute.usable import usable
 from lightning_cp.media import Bucket, find_sources, load_media
 from tests.families.cases import CASES, made
 from tests.unit.finetune.latent_cache.made import bits
+from tests.unit.finetune.media.encode import noise, write_clip
 from tests.unit.finetune.precompute.made import CLIPS, PICTURES, clips, contents, encoded, pictures, pipeline, pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,6 +45,18 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipeline(tmp_path_factory.mktemp("wan"), "wan")
 
 
+def test_references_must_be_of_all_pictures_or_of_none(tmp_path: Path) -> None:
+    family, buckets = load_family("flux2", {"pixels": 16}), [Bucket(1, 32, 48)]
+    for name in ("a", "b", "b.reference"):
+        Image.fromarray(pixels(0, 32, 48)).save(tmp_path / f"{name}.png")
+    found = find_sources(tmp_path, captions="optional")
+    with pytest.raises(DataError, match=r"b\.png has a reference, and .*a\.png has none: flux2 trains with a ref"):
+        usable(found, family, buckets)
+    (tmp_path / "a.png").unlink()
+    assert len(usable(find_sources(tmp_path, captions="optional"), family, buckets).sources) == 1
+    assert len(usable(found, load_family("flux", {"pixels": 16}), buckets).sources) == 2  # without references
+
+
 @pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
 def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
     frames, height, width = CASES[case].size
@@ -55,6 +69,9 @@ def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path:
     (data / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "text_batch": 1}
     settings["max_upscale"] = 60
+    if family_for(made(case)).sound_rate is not None:
+        settings["fps"] = 24.0
+        write_clip(data / "v0.mkv", noise(2, 16_000)).rename(data / "v0.mp4")  # the other clip has no sound
     done = encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", {**settings, "sheet": 2})
     cache, pipe, family = LatentCache(tmp_path / "out"), made(case), family_for(made(case))
     texts = 2 if family.text.sees_media else 3  # with the empty caption
@@ -62,10 +79,20 @@ def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path:
     assert cache.family().facts == family.facts
     for i, source in enumerate(find_sources(data / "rows.jsonl").sources):
         size = Bucket(frames, height, width)
-        loaded = load_media(source, [size], max_upscale=60, reference_size=family.reference_size)
+        loaded = load_media(
+            source,
+            [size],
+            max_upscale=60,
+            reference_size=family.reference_size,
+            fps=settings.get("fps"),
+            sound_rate=family.sound_rate,
+        )
         given = {"pixels": loaded.pixels[None]}
-        if loaded.reference is not None:
-            given["reference"] = loaded.reference[None]
+        for name, x in (("reference", loaded.reference), ("sound", loaded.sound)):
+            if x is not None:
+                given[name] = x[None]
+        if loaded.fps is not None:
+            given["fps"] = torch.tensor([loaded.fps])
         (expected,) = store(family, pipe, [source.captions[0]], given)
         assert bits(cache.sample(i)) == bits(expected)
     if family.text.sees_media:
@@ -74,6 +101,14 @@ def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path:
         assert bits(cache.empty_text) == bits(family.encode_text(pipe, [""])[0])
     with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
         assert min(sheet.size) >= 192
+
+
+@pytest.mark.full
+def test_clips_with_sound_need_a_frame_rate(tmp_path: Path) -> None:
+    data = clips(tmp_path / "data", 1, 17)
+    settings = {"sizes": [[64, 96]], "frames": 17, "max_upscale": 60}
+    with pytest.raises(FamilyError, match=r"ltx2 trains on clips with sound, .* such as precompute\.fps=24$"):
+        encoded(pipeline(tmp_path / "pipe", "ltx2"), data, tmp_path / "out", settings)
 
 
 def test_equal_captions_and_the_empty_one_are_encoded_once(flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -330,6 +365,8 @@ def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp
         row["reference"] = file.name
     (data / "rows.jsonl").write_text(json.dumps(row))
     settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    if frames > 1:
+        settings["fps"] = 24.0
     encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)
     cache = LatentCache(tmp_path / "out")
     draw_contact_sheet(made(case).vae, cache, tmp_path / "sheet.png", 4)

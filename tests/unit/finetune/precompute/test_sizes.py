@@ -13,10 +13,16 @@ from tests.families.cases import CASES, made
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXPECTED = {  # what the tiny pipeline samples without a size: its own defaults, or its config's
     "flux": (1, 256, 256),
+    "flux2": (1, 1024, 1024),
+    "krea2": (1, 1024, 1024),
     "wan": (81, 480, 832),
     "cogvideox": (9, 48, 80),
+    "ltx": (161, 512, 704),
+    "ltx2": (121, 512, 768),
+    "ltx2_image": (121, 512, 768),
     "sd3": (1, 32, 32),
     "qwen_image": (1, 512, 512),
+    "z_image": (1, 1024, 1024),
 }
 
 

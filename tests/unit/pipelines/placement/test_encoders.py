@@ -47,6 +47,14 @@ def test_dtypes_of_text_encoders_and_vae(tmp_path: Path) -> None:
     )
 
 
+def test_the_dtype_of_the_vae_is_that_of_all_vaes(tmp_path: Path) -> None:
+    pipe = load_encoders(str(saved(tmp_path / "pipe", "ltx2")), torch.bfloat16, vae_dtype=torch.float32)
+    assert (pipe.vae.dtype, pipe.audio_vae.dtype, pipe.text_encoder.dtype) == (
+        *(torch.float32,) * 2,
+        torch.bfloat16,
+    )
+
+
 def test_a_missing_vae_or_text_encoder_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "pipe", "wan")
     edit_index(folder, vae=[None, None])
@@ -74,8 +82,8 @@ def test_without_a_transformer(tmp_path: Path) -> None:
 
 def test_a_pipeline_without_a_family(tmp_path: Path) -> None:
     folder = saved(tmp_path / "pipe", "wan")
-    edit_index(folder, _class_name="LTXPipeline")
-    with pytest.raises(FamilyError, match=r"no family is registered for LTXPipeline, only for .*WanPipeline"):
+    edit_index(folder, _class_name="LTXConditionPipeline")
+    with pytest.raises(FamilyError, match=r"no family is registered for LTXConditionPipeline, only for .*WanPipeline"):
         load_encoders(str(folder), torch.float32)
     edit_index(folder, _class_name="NoSuchPipeline")
     with pytest.raises(ValueError, match="has no NoSuchPipeline"):
@@ -90,6 +98,12 @@ def test_a_folder_that_is_no_pipeline(tmp_path: Path, content: str | None) -> No
     with pytest.raises(ValueError, match=r"model\.pretrained=") as raised:
         load_encoders(str(tmp_path), torch.float32)
     assert "\n" not in str(raised.value)
+
+
+def test_a_modular_pipeline_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
+    with pytest.raises(ValueError, match=r"is a modular pipeline \(MiniMaxH3ModularPipeline\), which cannot be fine-"):
+        load_encoders(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("component", ["vae", "transformer"])
