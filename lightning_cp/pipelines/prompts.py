@@ -97,7 +97,8 @@ def _sampled(
         texts = read_prompts(prompts)
         inputs = {**inputs, **_lyrics(pipe, inputs, len(texts))}
         _check_calls(installed, len(texts), per_call, inputs)
-    for first, batch in _batches(texts, share_of(len(texts), ranks), per_call):
+    share = shard_range(len(texts), ranks.data_size, ranks.data_rank)
+    for first, batch in _batches(texts, share, per_call):
         with installed.votes.call():
             generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
             call_inputs = _for_each(inputs, range(first, first + len(batch)))
@@ -140,11 +141,6 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     if not texts:
         raise ValueError("prompts is empty: give at least one prompt")
     return texts
-
-
-def share_of(count: int, ranks: SampleGroups) -> range:
-    """Return the indices of the prompts of this rank's data group: contiguous; if uneven, larger shares first."""
-    return shard_range(count, ranks.data_size, ranks.data_rank)
 
 
 def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:

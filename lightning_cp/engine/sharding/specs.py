@@ -79,14 +79,14 @@ def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, st
         if isinstance(value, dict):
             return {key: _each(x, spec, name, one) for key, x in value.items()}
         if isinstance(value, (list, tuple)):
-            return like(value, [_each(x, spec, name, one) for x in value])
+            return sequence_like(value, [_each(x, spec, name, one) for x in value])
         return one(value, spec, name)
     if isinstance(spec, Mapping) and isinstance(value, dict):
         return {key: _each(x, spec.get(key), f"{name}[{key!r}]", one) for key, x in value.items()}
     if isinstance(spec, tuple) and isinstance(value, (list, tuple)):
         if len(spec) != len(value):
             raise PlanError(f"{name} has {len(value)} elements, expected {len(spec)}, as in its plan")
-        return like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
+        return sequence_like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
     raise _undescribed(value, spec, name)
 
 
@@ -279,7 +279,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 
-def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
+def sequence_like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
     """Return `items` as a list or a tuple: the type of `value`."""
     return items if isinstance(value, list) else tuple(items)
 
@@ -294,7 +294,7 @@ def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: 
                 f"{name} has {len(spec)} entries in the plan, but is a {type(value).__name__} of another length"
             )
         pairs = zip(value, spec)
-        return like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
+        return sequence_like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
     if not (isinstance(spec, Split) and isinstance(value, Tensor)):
         raise _undescribed(value, spec, name)
     if not spec.is_for(value.ndim):
