@@ -26,7 +26,7 @@ def _first_blocks(pipe: Any) -> list[nn.Module]:
     state = parallel_pipeline(pipe)
     assert state is not None
     stages = [calls.stage for calls in state.patch_calls.values() if calls.stage is not None]
-    return [stage.blocks[stage.own.start] for stage in stages]
+    return [stage.blocks[stage.range.start] for stage in stages]
 
 
 @contextmanager

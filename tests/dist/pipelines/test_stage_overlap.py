@@ -255,7 +255,7 @@ def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int])
     for forward in at:
         for failing in range(world):
             fails_at = forward if rank == failing else None
-            undo = intercept_calls(stage.blocks[stage.own.start], partial(_fail_at, fails_at, count()))
+            undo = intercept_calls(stage.blocks[stage.range.start], partial(_fail_at, fails_at, count()))
             with pytest.raises((_BlockError, CallFailedError)) as error:
                 latents_of(pipe, name, num_inference_steps=_STEPS)
             undo()
