@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_cp._register import register
+from lightning_cp._register import register_strategies
 from lightning_cp.config import ContextParallelConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_HOMES[name]), name)
 
 
-register()
+register_strategies()

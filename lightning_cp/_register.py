@@ -59,7 +59,7 @@ class _AfterImport(MetaPathFinder, Loader):
         _register(module)
 
 
-def register() -> None:
+def register_strategies() -> None:
     """Register the strategies now if Lightning is imported; otherwise when it is imported."""
     for name in _REGISTRIES:
         if name in sys.modules:

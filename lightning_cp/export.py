@@ -41,7 +41,7 @@ def save_pretrained(
         ExportError, on every rank: rank 0 could not write.
     Ranks: the whole world.
     """
-    model: Any = unwrapped(transformer)
+    model: Any = diffusers_model_of(transformer)
     if getattr(model, "peft_config", None):
         names = ", ".join(model.peft_config)
         raise ValueError(f"{type(model).__name__} has adapters ({names}): use save_lora, or merge them first")
@@ -81,7 +81,7 @@ def save_lora(
     from diffusers.loaders.lora_base import LoraBaseMixin
     from peft import get_peft_model_state_dict
 
-    model: Any = unwrapped(transformer)
+    model: Any = diffusers_model_of(transformer)
     adapters = getattr(model, "peft_config", None) or {}
     if adapter not in adapters:
         names = ", ".join(adapters) or "none"
@@ -104,17 +104,17 @@ def save_lora(
     on_rank_zero(write)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def diffusers_model_of(module: nn.Module) -> nn.Module:
     """Return the diffusers model inside wrappers of Fabric, DDP and `torch.compile`. Raises: TypeError: none found."""
     from diffusers import ModelMixin
 
-    found: Any = module
-    while not isinstance(found, ModelMixin):
-        inner = getattr(found, "_orig_mod", None) or getattr(found, "module", None)
+    model: Any = module
+    while not isinstance(model, ModelMixin):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(module).__name__} is not a diffusers model: pass the transformer itself")
-        found = inner
-    return found  # type: ignore[no-any-return]
+        model = inner
+    return model  # type: ignore[no-any-return]
 
 
 def on_rank_zero(write: Callable[[], object]) -> None:

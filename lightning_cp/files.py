@@ -80,13 +80,13 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises: ValueError: the file is missing, no regular file, or damaged; names it."""
     try:
-        found = parse_json(read_regular(path))
+        content = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path} cannot be read: {' '.join(str(reason).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
-    return found
+    return content
 
 
 def modular_error(folder: Path, source: str) -> str | None:
@@ -164,8 +164,8 @@ def writing(path: str | Path, kept: str = "") -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
-        found = _SAFETENSORS_CODE.search(str(error))  # not in the message of every version
-        raise write_error(path, str(error), int(found[1]) if found else None, kept) from error
+        code = _SAFETENSORS_CODE.search(str(error))  # not in the message of every version
+        raise write_error(path, str(error), int(code[1]) if code else None, kept) from error
 
 
 @contextmanager

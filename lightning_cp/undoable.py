@@ -109,9 +109,9 @@ def _intercept_class(thing: Any, around: Around, **attributes: Any) -> Undo:
         return state.run(partial(kind.__call__, self), args, kwargs)
 
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    own: Any = type(kind.__name__, (kind,), {"__call__": intercepted, **names, **attributes, _STATE: state})
-    own.__qualname__ = kind.__qualname__
-    thing.__class__ = own
+    subclass: Any = type(kind.__name__, (kind,), {"__call__": intercepted, **names, **attributes, _STATE: state})
+    subclass.__qualname__ = kind.__qualname__
+    thing.__class__ = subclass
 
     def undo() -> None:
         state.around = None

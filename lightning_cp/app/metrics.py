@@ -11,7 +11,7 @@ from typing import Any
 OPTIONAL_COLUMNS = ("val_loss", "sigma", "peak_memory_gib")  # empty in the rows of steps without a value
 
 
-def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
+def read_metric_rows(metrics: Path) -> Iterator[dict[str, float]]:
     """Read the rows of a `metrics.csv`; no rows if there is no file.
 
     An incomplete last line is skipped: the process that wrote it was killed, or the disk was full.

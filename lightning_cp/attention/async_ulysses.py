@@ -109,9 +109,9 @@ def attend_in_transit(
 
     Args: lengths: q_lengths and kv_lengths of the call; empty if unknown.
     """
-    groups, given = groups_by_name(settings.groups), {"query": query, "key": key, "value": value}
-    lengths_by_name = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
-    for name, x in given.items():
+    groups, arguments = groups_by_name(settings.groups), {"query": query, "key": key, "value": value}
+    lengths_by_name = dict(zip(arguments, (lengths[0], lengths[1], lengths[1]), strict=True))
+    for name, x in arguments.items():
         if isinstance(x, InTransit) and x.groups != settings.groups:
             raise ValueError(
                 f"{name} was sent with another parallel_config: use the same one for start_ulysses and attention"
@@ -120,7 +120,7 @@ def attend_in_transit(
             raise ShapeError(
                 f"{name} was sent with lengths {list(x.lengths)}, but attention got {lengths_by_name[name]}"
             )
-    q, k, v = (_in_transit(x, groups, lengths_by_name[name]) for name, x in given.items())
+    q, k, v = (_in_transit(x, groups, lengths_by_name[name]) for name, x in arguments.items())
     mask = four_dims(mask, k.like)
     all_lengths = exchange_lengths(
         q.like,
@@ -138,8 +138,8 @@ def attend_in_transit(
         mask = mask_to_heads(mask, to=to)
     chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
     causal, scale, _, *others = settings
-    own = (causal, scale, ring_groups(groups).name, *others)
-    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *own)
+    options = (causal, scale, ring_groups(groups).name, *others)
+    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *options)
     return (_to_tokens(out, to), _to_tokens(lse, to)) if return_lse else _to_tokens(out, to)
 
 
@@ -165,11 +165,9 @@ class _Transfer:
         self._pending: Callable[[], list[Tensor]] | None = None
 
     def start(self, x: Tensor, *, adjoint: bool = False) -> None:
-        """Start the exchange, or its adjoint, of one tensor."""
         self._pending = (self._start_adjoint if adjoint else self._start)([x], to=self._to)
 
     def finish(self) -> Tensor:
-        """Wait for the exchange that was started, and return its result."""
         if self._pending is None:
             raise RuntimeError("this exchange was already finished: pass the result of start_ulysses to one call only")
         pending, self._pending = self._pending, None
@@ -248,6 +246,5 @@ def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
 
 
 def _chunks(lengths: Sequence[int], groups: MeshGroups) -> list[int]:
-    """Return the number of tokens of each Ulysses group, in ring order."""
     rings, degree = groups.context_shape
     return [sum(lengths[i * degree : (i + 1) * degree]) for i in range(rings)]

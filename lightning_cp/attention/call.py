@@ -171,8 +171,8 @@ def exchange_lengths(
 
 def are_known(q_lengths: list[int], kv_lengths: list[int], mask: Tensor | None, groups: MeshGroups) -> bool:
     """Return True if the arguments determine the lengths of all ranks and the kind of mask: nothing is exchanged."""
-    given = bool(q_lengths) and bool(kv_lengths)
-    return groups.context_size == 1 or (given and (mask is None or not _is_ambiguous(q_lengths, kv_lengths)))
+    has_lengths = bool(q_lengths) and bool(kv_lengths)
+    return groups.context_size == 1 or (has_lengths and (mask is None or not _is_ambiguous(q_lengths, kv_lengths)))
 
 
 def _check_lengths(name: str, lengths: list[int], local: int, groups: MeshGroups) -> None:

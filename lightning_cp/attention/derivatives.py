@@ -23,7 +23,14 @@ from lightning_cp.attention.operator import (
 )
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.comm.stats import STATS
-from lightning_cp.comm.transforms import Batched, apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
+from lightning_cp.comm.transforms import (
+    Batched,
+    apply_eagerly,
+    loop_over_batch,
+    primal_of,
+    refuse_transform,
+    transforms_are_on,
+)
 from lightning_cp.compat.torch_names import DispatchKey, below_autograd, below_autograd_keys
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
@@ -188,8 +195,8 @@ class _AttentionBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    backward = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
-    jvp = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
+    backward = staticmethod(refuse_transform(_NO_SECOND_DERIVATIVE))
+    jvp = staticmethod(refuse_transform(_NO_SECOND_DERIVATIVE))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:
@@ -211,8 +218,8 @@ class _Tangents(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    backward = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
-    jvp = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
+    backward = staticmethod(refuse_transform(_NO_DERIVATIVE_OF_A_TANGENT))
+    jvp = staticmethod(refuse_transform(_NO_DERIVATIVE_OF_A_TANGENT))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:

@@ -122,8 +122,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Hea
         heads = slices[index]
         width, item = 2 * heads.num_keys, _token_bytes(k, heads.num_keys)
         local = BUFFERS.take(k.shape[1] * item, k)
-        own = local.view(k.dtype).view(k.shape[1], k.shape[0], width, k.shape[3])
-        torch.cat([tokens_first(x[:, :, heads.key]) for x in (k, v)], 2, out=own)
+        local_keys = local.view(k.dtype).view(k.shape[1], k.shape[0], width, k.shape[3])
+        torch.cat([tokens_first(x[:, :, heads.key]) for x in (k, v)], 2, out=local_keys)
         received = buffers[index % 2][: total * item]
         pending = gather_flat(local, received, [n * item for n in ring.kv_lengths], group=ring.process_group)
         return received.view(k.dtype).view(total, k.shape[0], width, k.shape[3]), local, pending
@@ -133,14 +133,14 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Hea
         received, local, pending = following
         if index + 1 < len(slices):
             following = start(index + 1)
-        own = (k[:, :, heads.key], v[:, :, heads.key]) if index == 0 else None
-        yield heads, _pieces(received, pending, own, q, ring)
+        local_keys = (k[:, :, heads.key], v[:, :, heads.key]) if index == 0 else None
+        yield heads, _pieces(received, pending, local_keys, q, ring)
         BUFFERS.give(local)
     BUFFERS.give(*buffers)
 
 
 def _pieces(
-    received: Tensor, pending: Pending, own: tuple[Tensor, Tensor] | None, q: Tensor, ring: Ring
+    received: Tensor, pending: Pending, local_keys: tuple[Tensor, Tensor] | None, q: Tensor, ring: Ring
 ) -> Iterator[_KeyPiece]:
     """Yield the keys of a slice, divided at the positions where causality changes for the local queries.
 
@@ -149,19 +149,19 @@ def _pieces(
     """
     local, total = ring.keys_of(ring.rank), received.shape[0]
     bounds = {0, total}
-    if own is not None:
+    if local_keys is not None:
         bounds |= {local.start, local.stop}
     if ring.causal:
         bounds |= {min(ring.q_start, total), min(ring.q_start + q.shape[1], total)}
     pieces = list(pairwise(sorted(bounds)))
-    if own is not None:
+    if local_keys is not None:
         for begin, end in pieces:
             if local.start <= begin and end <= local.stop:
-                yield _KeyPiece(begin, *(x[:, begin - local.start : end - local.start] for x in own))
+                yield _KeyPiece(begin, *(x[:, begin - local.start : end - local.start] for x in local_keys))
     pending.wait()
     keys, values = torch.split(tokens_first(received), received.shape[2] // 2, 2)
     for begin, end in pieces:
-        if own is None or not (local.start <= begin and end <= local.stop):
+        if local_keys is None or not (local.start <= begin and end <= local.stop):
             yield _KeyPiece(begin, keys[:, begin:end], values[:, begin:end])
 
 

@@ -42,9 +42,9 @@ class JointHeads:
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Tensor:
         """Exchange [b, s_local, h, d] each -> [s_group, b, joined own heads, d]. Ranks: all of the group."""
-        x, own, ranks = tensors[0], self.widths[self.rank], len(self.lengths)
+        x, width, ranks = tensors[0], self.widths[self.rank], len(self.lengths)
         b, s, _, d = x.shape
-        received = x.new_empty(sum(self.lengths), b, own, d)
+        received = x.new_empty(sum(self.lengths), b, width, d)
         buffer = BUFFERS.take(s * sum(self.widths) * b * d * x.element_size(), x)
         sizes = self._sizes_bytes(x)
         if sizes is None:
@@ -52,7 +52,7 @@ class JointHeads:
                 y.view(b, s, ranks, heads, d).permute(2, 1, 0, 3, 4)
                 for y, heads in zip(tensors, self.heads[0], strict=True)
             ]
-            torch.cat(parts, 3, out=buffer.view(x.dtype).view(ranks, s, b, own, d))
+            torch.cat(parts, 3, out=buffer.view(x.dtype).view(ranks, s, b, width, d))
         else:
             for rank, part in enumerate(torch.split(buffer, sizes[0])):
                 joined = part.view(x.dtype).view(s, b, self.widths[rank], d)
@@ -66,11 +66,11 @@ class JointHeads:
 
         Args: tensors: emptied as soon as they are copied, so that their memory can be reused.
         """
-        x, s, own, ranks = tensors[0], self.lengths[self.rank], self.widths[self.rank], len(self.lengths)
+        x, s, width, ranks = tensors[0], self.lengths[self.rank], self.widths[self.rank], len(self.lengths)
         (b, s_group, _, d), dtype, sizes = x.shape, x.dtype, self._sizes_bytes(x)
         item = b * d * x.element_size()
-        sent = BUFFERS.take(s_group * own * item, x)
-        torch.cat([tokens_first(y) for y in tensors], 2, out=sent.view(dtype).view(s_group, b, own, d))
+        sent = BUFFERS.take(s_group * width * item, x)
+        torch.cat([tokens_first(y) for y in tensors], 2, out=sent.view(dtype).view(s_group, b, width, d))
         tensors.clear()
         del x
         received = BUFFERS.take(s * sum(self.widths) * item, sent)
@@ -78,7 +78,7 @@ class JointHeads:
         BUFFERS.give(sent)
         del sent
         if sizes is None:
-            by_rank = received.view(dtype).view(ranks, s, b, own, d).permute(2, 1, 0, 3, 4)
+            by_rank = received.view(dtype).view(ranks, s, b, width, d).permute(2, 1, 0, 3, 4)
             parts = by_rank.split_with_sizes(self.heads[0], 3)
             results = [
                 part.clone(memory_format=torch.contiguous_format).view(b, s, ranks * part.shape[3], d) for part in parts
@@ -100,16 +100,16 @@ class JointHeads:
 
     def _of(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
         starts = [sum(column[:rank]) for column in zip(*self.heads, strict=True)]
-        given = zip(tensors, starts, self.heads[rank], strict=True)
-        return [x[:, :, start : start + heads] for x, start, heads in given]
+        entries = zip(tensors, starts, self.heads[rank], strict=True)
+        return [x[:, :, start : start + heads] for x, start, heads in entries]
 
     def _sizes_bytes(self, x: Tensor) -> tuple[list[int], list[int]] | None:
         """Return the bytes to each rank, and from each rank, of `to_heads`; None if all are equal."""
         if self.is_even:
             return None
         item = x.shape[0] * x.shape[3] * x.element_size()
-        s, own = self.lengths[self.rank] * item, self.widths[self.rank] * item
-        return [s * width for width in self.widths], [own * length for length in self.lengths]
+        s, local_width = self.lengths[self.rank] * item, self.widths[self.rank] * item
+        return [s * width for width in self.widths], [local_width * length for length in self.lengths]
 
 
 def tokens_first(x: Tensor) -> Tensor:

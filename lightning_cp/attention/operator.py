@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
-from lightning_cp.attention.prepared import prepare, prepared_again
+from lightning_cp.attention.prepared import prepare_attention, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compat.compiler_options import keep_order_of_attentions
@@ -57,7 +57,9 @@ def run_attention(
 
     With Ulysses lse is empty unless `with_lse`. The other arguments: see `exchange_lengths` and `Settings`.
     """
-    call = prepare(query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, settings=Settings(*settings))
+    call = prepare_attention(
+        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, settings=Settings(*settings)
+    )
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:
         part = ring_forward(query, key, value, mask, ring=ring)

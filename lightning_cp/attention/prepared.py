@@ -24,7 +24,7 @@ class Prepared:
     encoded_lengths: Tensor
 
 
-def prepare(
+def prepare_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -42,8 +42,8 @@ def attention_tangents(
     Ranks: all of the context group.
     """
     q, k, v, out, lse, mask, encoded_lengths = saved
-    given = zip(tangents, shapes, strict=True)
-    changes = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in given))
+    pairs = zip(tangents, shapes, strict=True)
+    changes = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in pairs))
     ring, ulysses = prepared_again(encoded_lengths, shapes[0][2], shapes[1][2], settings=settings)
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)

@@ -29,7 +29,7 @@ def parse(text: bytes) -> dict[str, Any]:
     return fields
 
 
-def check_fields(fields: dict[str, Any]) -> None:
+def check_manifest(fields: dict[str, Any]) -> None:
     """Check the fields of a manifest. Raises: DamagedError: a field is missing, unknown or invalid."""
     if fields.keys() != _FIELDS:
         raise DamagedError(f"it must have exactly the fields {', '.join(sorted(_FIELDS))}")
@@ -100,10 +100,10 @@ def _is_pair(value: Any) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise DamagedError("a JSON object has a duplicate key")
-    return found
+    return unique
 
 
 def _dict(name: str, value: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class _DamagedError(Exception):
     """An index that differs from the format that DCP writes."""
 
 
-def read_index(folder: Path) -> Metadata:
+def read_dcp_index(folder: Path) -> Metadata:
     """Read and check the index of a folder written by `torch.distributed.checkpoint.save`.
 
     The file is read as plain data, and a new index is built from it. Checks: sizes are consistent; files lie inside

@@ -106,7 +106,7 @@ def replace_folder(scratch: Path, target: Path) -> None:
     blocks_rename = target.is_dir() or (
         scratch.is_dir() and target.exists()
     )  # only a file can replace a file in one step
-    if blocks_rename and exchange(scratch, target):
+    if blocks_rename and exchange_folders(scratch, target):
         old = scratch
     else:
         if blocks_rename:
@@ -116,7 +116,7 @@ def replace_folder(scratch: Path, target: Path) -> None:
     remove(old)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_folders(one: Path, other: Path) -> bool:
     """Exchange the names of two files or folders atomically. Returns: whether the system can (Linux, most disks)."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

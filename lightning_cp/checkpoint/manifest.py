@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_fields, parse, tensor_names
+from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_manifest, parse, tensor_names
 from lightning_cp.files import new_file, open_regular, read_regular
 
 FORMAT = 1
@@ -99,7 +99,7 @@ def parse_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}"[:500])
         if version != FORMAT or type(version) is not int:
             raise DamagedError("it has no valid format number")
-        check_fields(fields)
+        check_manifest(fields)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
     except DamagedError as error:
@@ -117,11 +117,11 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         for name, entry in manifest.files.items():
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} is truncated: {name} is missing")
-            found = FileEntry.of(folder / name)
-            if found != entry:
+            actual = FileEntry.of(folder / name)
+            if actual != entry:
                 raise CheckpointError(
-                    f"{folder} is truncated or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
-                    f"but {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
+                    f"{folder} is truncated or changed: {name} has {actual.size_bytes} bytes with CRC-32 {actual.crc32}"
+                    f", but {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
                 )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error

@@ -73,7 +73,7 @@ def _by_name(saved: dict[str, Any], names: list[list[str]], *, strict: bool) -> 
     name_of = dict(zip(chain.from_iterable(keys), chain.from_iterable(names), strict=True))
     return {
         "state": {name_of[key]: state for key, state in saved["state"].items()},
-        "param_groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(groups, names, strict=True)],
     }
 
 

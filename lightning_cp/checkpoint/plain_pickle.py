@@ -97,7 +97,6 @@ def _created(kind: Any, args: Any) -> Any:
 
 
 def _add(target: Any, items: list[Any], *, to_dict: bool) -> None:
-    """Add items to a list, or keys and values in turn to a dict."""
     if type(target) is list and not to_dict:
         target.extend(items)
         return

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
-from lightning_cp.checkpoint.dcp_index import read_index
+from lightning_cp.checkpoint.dcp_index import read_dcp_index
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.compat.fabric_names import loading_distributed_checkpoints_with
 
@@ -57,7 +57,7 @@ def without_code(path: Path) -> Iterator[None]:
     index = None
     if (path / _EXTRA).is_file():
         check_file(path / _EXTRA)
-        index = read_index(path)  # read once for the model and all optimizers
+        index = read_dcp_index(path)  # read once for the model and all optimizers
     with loading_distributed_checkpoints_with(partial(load_dcp, index=index)):  # Lightning's unpickles the index
         yield
 
@@ -68,7 +68,7 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
     Args: index: index of the folder, if already read.
     Raises: CheckpointError: it is damaged, does not fit the state, or holds more than tensors and plain values.
     """
-    index = index or read_index(path)
+    index = index or read_dcp_index(path)
     keys = sorted(index.state_dict_metadata)
     for name, values in state.items():
         is_optimizer = isinstance(values, dict) and values.keys() == {"state", "param_groups"}

@@ -120,13 +120,13 @@ def _read_metadata(
 ) -> dict[str, TensorStorageMetadata]:
     """Read tensor metadata from the files' headers. Raises: CheckpointError: the files cannot hold these tensors."""
     try:
-        found = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata().state_dict_metadata
     except Exception as error:  # a changed header can raise anything
         raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
-    tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+    tensors = {name: x for name, x in metadata.items() if isinstance(x, TensorStorageMetadata)}
     needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
     available = sum(entry.size_bytes for entry in manifest.files.values())
-    if any(n < 0 for x in tensors.values() for n in x.size) or needed > available or tensors.keys() != found.keys():
+    if any(n < 0 for x in tensors.values() for n in x.size) or needed > available or tensors.keys() != metadata.keys():
         raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, but its files have {available}")
     return tensors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
+from lightning_cp.comm.packet import Piece, pack_tensors, packet_bytes, piece_of, unpack_tensors
 from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
@@ -18,12 +18,12 @@ def sum_operator(x: Tensor, groups: str) -> Tensor:
     mesh_groups = groups_by_name(groups)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
+    mine, piece = pack_tensors([x]), Piece(tuple(x.shape), x.dtype)
     packets = all_gather_packets(mine, [mine.numel()] * mesh_groups.context_size, group=mesh_groups.context)
     accumulation_dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=accumulation_dtype, device=x.device)
     for buffer in packets:
-        total += unpack(buffer, [piece])[0]
+        total += unpack_tensors(buffer, [piece])[0]
     return total.to(x.dtype)
 
 
@@ -80,8 +80,13 @@ def halo_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     receives, sends = _overlaps(sizes, reach, mesh_groups)
-    first, own = halo_ranges(sizes, reach)[mesh_groups.context_rank][0], sum(sizes[: mesh_groups.context_rank])
-    total = x.narrow(dim, own - first, sizes[mesh_groups.context_rank]).clone(memory_format=torch.contiguous_format)
+    first, start_of_rank = (
+        halo_ranges(sizes, reach)[mesh_groups.context_rank][0],
+        sum(sizes[: mesh_groups.context_rank]),
+    )
+    total = x.narrow(dim, start_of_rank - first, sizes[mesh_groups.context_rank]).clone(
+        memory_format=torch.contiguous_format
+    )
     for start, halo in _exchange_slices(x, dim, sends, receives, groups=mesh_groups):
         total.narrow(dim, start, halo.shape[dim]).add_(halo)
     return total
@@ -133,8 +138,8 @@ def fetch_halo(
     sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
     receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from the previous rank, 1: from the next rank
     valid = [[entry for entry in slices if entry[2] and 0 <= entry[0] <= last] for slices in (sends, receives)]
-    found = dict(_exchange_slices(x, dim, *valid, groups=groups)) if groups.context is not None else {}
-    return found.get(0), found.get(1)
+    halos = dict(_exchange_slices(x, dim, *valid, groups=groups)) if groups.context is not None else {}
+    return halos.get(0), halos.get(1)
 
 
 _Slice = tuple[int, int, int]  # peer, start, length
@@ -147,15 +152,15 @@ def _overlaps(sizes: list[int], reach: int, groups: MeshGroups) -> tuple[list[_S
     shard in the local halo; `start` is relative to the extended shard.
     """
     rank, ranges = groups.context_rank, halo_ranges(sizes, reach)
-    own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
+    bounds = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
     sends: list[_Slice] = []
     receives: list[_Slice] = []
     for peer in (r for r in range(len(sizes)) if r != rank):
         for slices, owner, viewer, origin in (
-            (sends, rank, peer, own[rank][0]),
+            (sends, rank, peer, bounds[rank][0]),
             (receives, peer, rank, ranges[rank][0]),
         ):
-            start, stop = max(own[owner][0], ranges[viewer][0]), min(own[owner][1], ranges[viewer][1])
+            start, stop = max(bounds[owner][0], ranges[viewer][0]), min(bounds[owner][1], ranges[viewer][1])
             if start < stop:
                 slices.append((peer, start - origin, stop - start))
     return sends, receives
@@ -167,9 +172,9 @@ def _exchange_slices(
     """Exchange slices of `x` with peers. Returns: (start, tensor) for each of `receives`."""
     assert groups.context is not None, "slices are exchanged only between several ranks"
     pieces = [piece_of(x, dim, n) for _, _, n in receives]
-    out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
+    out = [(peer, pack_tensors([x.narrow(dim, start, n)])) for peer, start, n in sends]
     buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
     peers = [peer for peer, _, _ in receives]
     exchange(out, list(zip(peers, buffers, strict=True)), group=groups.context).wait()
     starts = [start for _, start, _ in receives]
-    return [(s, unpack(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]
+    return [(s, unpack_tensors(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]

@@ -49,17 +49,17 @@ def packet_bytes(layout: Layout) -> int:
     return sum(_padded(piece.size_bytes) for piece in layout)
 
 
-def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def pack_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Copy `tensors` into one buffer, uint8 [packet_bytes]: into `out`, or a new one if it is None."""
     layout = layout_of(tensors)
     if out is None:
         out = torch.empty(packet_bytes(layout), dtype=torch.uint8, device=tensors[0].device)
-    for view, x in zip(unpack(out, layout), tensors, strict=True):
+    for view, x in zip(unpack_tensors(out, layout), tensors, strict=True):
         view.copy_(x)
     return out
 
 
-def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
+def unpack_tensors(buffer: Tensor, layout: Layout) -> list[Tensor]:
     """Return contiguous views into `buffer` [packet_bytes], one for each piece."""
     views, start = [], 0
     for piece in layout:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Layout, pack_tensors, packet_bytes, unpack_tensors
 from lightning_cp.comm.transfer import gather_flat
 
 
@@ -41,6 +41,6 @@ def all_gather_tensors(
     Returns: the tensors of each rank, in rank order; this rank's are copies.
     Ranks: all of `group`, with equal `layouts`.
     """
-    packet = pack(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
+    packet = pack_tensors(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
     packets = all_gather_packets(packet, [packet_bytes(layout) for layout in layouts], group=group)
-    return [unpack(packet, layout) for packet, layout in zip(packets, layouts, strict=True)]
+    return [unpack_tensors(packet, layout) for packet, layout in zip(packets, layouts, strict=True)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import Layout, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Layout, pack_tensors, packet_bytes, unpack_tensors
 from lightning_cp.comm.transfer import Pending, exchange
 
 LayoutOf = Callable[[int], Layout]
@@ -30,8 +30,8 @@ def rotate(
     Ranks: all of `group`; each must consume all chunks. Each sends n - 1 packets and holds at most two remote chunks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    buffer = pack(local, out=_take(layout(rank), local[0]))
-    chunk = unpack(buffer, layout(rank))
+    buffer = pack_tensors(local, out=_take(layout(rank), local[0]))
+    chunk = unpack_tensors(buffer, layout(rank))
     for step in range(size):
         owner = (rank - step) % size
         if step + 1 == size:
@@ -45,7 +45,7 @@ def rotate(
         chunk.clear()
         pending.wait()
         BUFFERS.give(buffer)
-        buffer, chunk = incoming, unpack(incoming, layout((owner - 1) % size))
+        buffer, chunk = incoming, unpack_tensors(incoming, layout((owner - 1) % size))
 
 
 class RingGradReducer:
@@ -66,11 +66,11 @@ class RingGradReducer:
         layout = self._layout(owner)
         if self._pending is None:
             buffer = _take(layout, grads[0])
-            for view, grad in zip(unpack(buffer, layout), grads, strict=True):
+            for view, grad in zip(unpack_tensors(buffer, layout), grads, strict=True):
                 view.copy_(grad)
         else:
             buffer = self._receive(owner)
-            for total, grad in zip(unpack(buffer, layout), grads, strict=True):
+            for total, grad in zip(unpack_tensors(buffer, layout), grads, strict=True):
                 total.add_(grad)
         expected = (owner - 1) % self._size
         incoming = _take(self._layout(expected), buffer)
@@ -81,7 +81,7 @@ class RingGradReducer:
     def finish(self, totals: Sequence[Tensor]) -> None:
         """Add the other ranks' gradients of this rank's chunk to `totals`."""
         buffer = self._receive(self._rank)
-        for total, partial in zip(totals, unpack(buffer, self._layout(self._rank)), strict=True):
+        for total, partial in zip(totals, unpack_tensors(buffer, self._layout(self._rank)), strict=True):
             total.add_(partial)
         BUFFERS.give(buffer)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack, piece_of, unpack
+from lightning_cp.comm.packet import Piece, pack_tensors, piece_of, unpack_tensors
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
@@ -49,7 +49,7 @@ def shard_range(length: int, ranks: int, rank: int, shares: Shares | None = None
 
 @torch.library.custom_op("lightning_cp::gather", mutates_args=())
 def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """Custom operator of `gather`, without a forward derivative."""
+    """Custom operator of `gather_shards`, without a forward derivative."""
     mesh_groups = groups_by_name(groups)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -83,10 +83,10 @@ def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     shards = [torch.cat(parts, dim) for parts in zip(*by_segment, strict=True)]
     total = shards[mesh_groups.context_rank].to(torch.promote_types(x.dtype, torch.float32))
     others = [rank for rank in range(mesh_groups.context_size) if rank != mesh_groups.context_rank]
-    received = [(rank, torch.empty_like(pack([shards[mesh_groups.context_rank]]))) for rank in others]
-    exchange([(rank, pack([shards[rank]])) for rank in others], received, group=mesh_groups.context).wait()
+    received = [(rank, torch.empty_like(pack_tensors([shards[mesh_groups.context_rank]]))) for rank in others]
+    exchange([(rank, pack_tensors([shards[rank]])) for rank in others], received, group=mesh_groups.context).wait()
     for _, buffer in received:
-        total = total + unpack(buffer, [Piece(tuple(total.shape), x.dtype)])[0]
+        total = total + unpack_tensors(buffer, [Piece(tuple(total.shape), x.dtype)])[0]
     return total.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -101,7 +101,7 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 register_adjoint(gather_operator, scatter_sum)
 
 
-def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+def gather_shards(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     """All-gather the shards of the context group along `dim`, in rank order.
 
     Args:
@@ -117,8 +117,8 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros."""
-    own = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
-    return x.narrow(dim, own.start, len(own)).contiguous()
+    positions = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
+    return x.narrow(dim, positions.start, len(positions)).contiguous()
 
 
 def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
@@ -130,7 +130,7 @@ def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
         return x
     dim %= x.ndim
     sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-    return gather(x, dim, sizes, groups.name)
+    return gather_shards(x, dim, sizes, groups.name)
 
 
 def compare_shares(groups: MeshGroups) -> None:
@@ -150,5 +150,4 @@ def compare_shares(groups: MeshGroups) -> None:
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Return the segment lengths of each rank."""
     return [list(sizes[rank::ranks]) for rank in range(ranks)]

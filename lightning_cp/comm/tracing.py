@@ -15,10 +15,10 @@ from lightning_cp.comm.stats import STATS
 def traced(*, memory: bool = False) -> Iterator[profile]:
     """Profile the code in the context, including GPU work that it launched. Args: memory: record allocations too."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as found:
+    with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as profiler:
         STATS.traced = True
         try:
-            yield found
+            yield profiler
             if gpu:
                 torch.cuda.synchronize()
         finally:

@@ -108,10 +108,10 @@ def exchange_flat(
         if not sent.numel():
             return Pending()
         sizes: tuple[list[int], list[int]] | tuple[None, None] = (None, None)
-        own = sent.numel() // group.size()
+        bytes_kept = sent.numel() // group.size()
     else:
-        sizes, own = sizes_bytes, sizes_bytes[0][group.rank()]
-    pending = _begin(sent.numel() - own)
+        sizes, bytes_kept = sizes_bytes, sizes_bytes[0][group.rank()]
+    pending = _begin(sent.numel() - bytes_kept)
     source, target = pending.staged(sent, received, group)
     with _marked(EXCHANGE, pending.number):
         pending.works = [dist.all_to_all_single(target, source, sizes[1], sizes[0], group=group, async_op=True)]

@@ -159,7 +159,7 @@ def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], argument
     return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def refuse(message: str) -> Callable[..., NoReturn]:
+def refuse_transform(message: str) -> Callable[..., NoReturn]:
     """Return a backward or jvp function that raises NotImplementedError. Args: message: the error message."""
 
     def raise_it(ctx: Any, *_: object) -> NoReturn:

@@ -23,9 +23,9 @@ def check_private_uses(feature: Feature) -> None:
     Raises: IncompatibleVersionError: a name does not exist in the installed version.
     """
     uses = [use for use in TABLE if use.feature == feature and use not in _CHECKED]
-    found = [(use, owner) for use in uses if (owner := owner_of(use)) is not None]
-    check_uses(found)
-    _CHECKED.update(use for use, _ in found)
+    owned = [(use, owner) for use in uses if (owner := owner_of(use)) is not None]
+    check_uses(owned)
+    _CHECKED.update(use for use, _ in owned)
 
 
 def check_uses(uses: Iterable[tuple[PrivateUse, Any]]) -> None:
@@ -53,10 +53,10 @@ def owner_of(use: PrivateUse, *, load: bool = False) -> object:
         if end > 1 and find_spec(path) is None:  # its parent is imported: this imports nothing
             raise incompatible(use.package, str(use))
         return None
-    found = sys.modules[module]
-    if name and not hasattr(found, name):
+    module_object = sys.modules[module]
+    if name and not hasattr(module_object, name):
         raise incompatible(use.package, str(use))
-    return getattr(found, name) if name else found
+    return getattr(module_object, name) if name else module_object
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -46,7 +46,7 @@ def hooks_of(module: Any) -> Iterator[tuple[HookKind | None, Any]]:
 
 def has_hook(module: Any, kind: HookKind) -> bool:
     """Return True if a module, or a module inside it, has a diffusers hook of this kind."""
-    return any(found == kind for inner in module.modules() for found, _ in hooks_of(inner))
+    return any(hook_kind == kind for inner in module.modules() for hook_kind, _ in hooks_of(inner))
 
 
 def register_block_subclass(kind: type, subclass: type) -> None:

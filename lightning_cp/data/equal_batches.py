@@ -112,7 +112,6 @@ class _Comparison:
 
 
 def _length(loader: Any) -> int:
-    """Return the number of batches, or `_UNKNOWN`."""
     length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else length_or_none(loader)
     return _UNKNOWN if length is None or not isinstance(loader, DataLoader) else length
 

@@ -230,10 +230,10 @@ def _check_replicas(sampler: object, groups: MeshGroups) -> None:
     """Check a DistributedSampler against the data groups. Raises: ValueError: see `prepare_loader`."""
     if not isinstance(sampler, DistributedSampler):
         return
-    found, valid = (sampler.num_replicas, sampler.rank), (groups.data_size, groups.data_rank)
-    if found != valid:
+    actual, valid = (sampler.num_replicas, sampler.rank), (groups.data_size, groups.data_rank)
+    if actual != valid:
         raise ValueError(
-            f"{type(sampler).__name__}(num_replicas={found[0]}, rank={found[1]}) gives ranks of one context group "
+            f"{type(sampler).__name__}(num_replicas={actual[0]}, rank={actual[1]}) gives ranks of one context group "
             f"different samples: use num_replicas=strategy.data_size ({valid[0]}) and rank=strategy.data_rank "
             f"({valid[1]}), or no DistributedSampler"
         )

@@ -45,7 +45,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, *internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, _as_uint32(keys), *rest))
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
 
 
 def share_random_state(groups: MeshGroups) -> None:
@@ -73,9 +73,9 @@ def separate_random_states(groups: MeshGroups) -> None:
     digests = {name: _digest(state[name]) >> 1 for name in _SEED}
     gathered = all_gather_ints([groups.data_rank, *digests.values()], group=dist.group.WORLD)
     earlier = [others for data_rank, *others in gathered if data_rank < groups.data_rank]
-    for i, (name, own) in enumerate(digests.items()):
-        if any(others[i] == own for others in earlier):
-            _SEED[name](_digest([own, groups.data_rank]))
+    for i, (name, digest) in enumerate(digests.items()):
+        if any(others[i] == digest for others in earlier):
+            _SEED[name](_digest([digest, groups.data_rank]))
 
 
 def random_states(data_rank: int, data_size: int) -> list[State]:
@@ -86,8 +86,8 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
     """
     if not dist.is_initialized():
         return [get_random_state()]
-    own = (data_rank, _as_arrays(get_random_state()))
-    first = dict(reversed(gather_objects(own, dist.group.WORLD)))  # keep the lowest rank of each data group
+    local_state = (data_rank, _as_arrays(get_random_state()))
+    first = dict(reversed(gather_objects(local_state, dist.group.WORLD)))  # keep the lowest rank of each data group
     return [_as_tensors(first[group]) for group in range(data_size)]
 
 
@@ -181,7 +181,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}
     return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
-
-
-def _as_uint32(keys: Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return keys.cpu().numpy().astype(np.uint32)

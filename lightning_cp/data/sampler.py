@@ -62,8 +62,8 @@ class OrderSampler(Sampler[list[Any]]):
         start, self._start = self._start, 0
         for batch, (indices, epochs) in enumerate(self.order.batches(self._epoch, start), start=start):
             self._yielded = batch + 1
-            own: list[int] = indices[share].tolist()
-            yield list(zip(own, epochs[share].tolist(), strict=True)) if self.with_epoch else own
+            share_indices: list[int] = indices[share].tolist()
+            yield list(zip(share_indices, epochs[share].tolist(), strict=True)) if self.with_epoch else share_indices
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch's order; the next iteration begins with its first batch."""

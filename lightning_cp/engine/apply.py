@@ -150,6 +150,5 @@ def no_plan_message(kind: type) -> str:
 
 
 def _chosen_backends(module: nn.Module) -> set[Any]:
-    """Return the backends set on the model's processors, and None for the active backend of the registry."""
     processors = [getattr(inner, "processor", None) for inner in module.modules()]
     return {None} | {x for x in (getattr(p, "_attention_backend", None) for p in processors) if x is not None}

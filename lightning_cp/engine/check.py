@@ -73,18 +73,18 @@ class PlanCheck:
 
     def __str__(self) -> str:
         lines, listed = [], []
-        for kind, found, largest in (
+        for kind, differences, largest in (
             ("output", self.outputs, self.output_error),
             ("gradient", self.gradients, self.gradient_error),
         ):
-            above, count = self._above(found), f"{len(found)} {kind}{'s' if len(found) != 1 else ''}"
+            above, count = self._above(differences), f"{len(differences)} {kind}{'s' if len(differences) != 1 else ''}"
             lines.append(f"{count}: largest error {largest:.1e}, {len(above)} above {self.tolerance:.0e}")
             worst = sorted(above, key=lambda x: -x.error)
             listed += [f"  {kind} {x.name}: {x.note or f'{x.error:.1e}'}" for x in worst]
         return "\n".join(lines + listed)
 
-    def _above(self, found: Sequence[Difference]) -> list[Difference]:
-        return [x for x in found if not x.error <= self.tolerance]
+    def _above(self, differences: Sequence[Difference]) -> list[Difference]:
+        return [x for x in differences if not x.error <= self.tolerance]
 
 
 def check_plan(
@@ -123,8 +123,8 @@ def check_plan(
     outputs, gradients = _run(model, inputs)
     if groups.context is not None:
         average_in_place([x for x in gradients.values() if x is not None], groups.context)
-    found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
-    by_output, by_parameter = zip(*gather_objects(found, groups.context), strict=True)
+    differences = (_compare(alone[0], outputs), _compare(alone[1], gradients))
+    by_output, by_parameter = zip(*gather_objects(differences, groups.context), strict=True)
     return PlanCheck(_worst(by_output), _worst(by_parameter), tolerance)
 
 
@@ -176,8 +176,8 @@ def _run(
     """Return all outputs by name, and each parameter's gradient of a weighted sum of the outputs."""
     model.zero_grad(set_to_none=True)
     with KeepFloat64():
-        given = _widened(copy.deepcopy(inputs))
-        result = model(**given) if isinstance(given, Mapping) else model(*given)
+        arguments = _widened(copy.deepcopy(inputs))
+        result = model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
         outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
         generator, loss = torch.Generator().manual_seed(5), torch.zeros((), dtype=torch.float64)
         for x in outputs.values():
@@ -242,10 +242,10 @@ def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{prefix or 'output'}[{i}]", x)
 
 
-def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> list[Difference]:
+def _compare(expected: dict[str, Tensor | None], parallel: dict[str, Tensor | None]) -> list[Difference]:
     differences = []
-    for name in dict.fromkeys([*expected, *found]):
-        reference, x = expected.get(name), found.get(name)
+    for name in dict.fromkeys([*expected, *parallel]):
+        reference, x = expected.get(name), parallel.get(name)
         if reference is None or x is None:
             if (reference is None) != (x is None):
                 where = "in one process" if x is None else "context-parallel"
@@ -264,7 +264,6 @@ def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]
 
 
 def _worst(by_rank: Sequence[list[Difference]]) -> tuple[Difference, ...]:
-    """Return the largest error over all ranks, for each name."""
     largest: dict[str, Difference] = {}
     for x in (x for differences in by_rank for x in differences):
         known = largest.get(x.name)

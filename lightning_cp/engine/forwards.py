@@ -28,8 +28,8 @@ class ForwardSlot:
 
     def get(self) -> Function | None:
         """Return the function stored there; None if the instance has none, and the class's forward runs."""
-        found: Function | None = self.holder.__dict__.get(self.name)
-        return found
+        function: Function | None = self.holder.__dict__.get(self.name)
+        return function
 
     def put(self, function: Function) -> None:
         """Store another function there."""
@@ -69,14 +69,14 @@ def own_forward(module: nn.Module, *, above: ForwardWrapper | None = None) -> Fo
 
 def own_function(module: nn.Module) -> Function:
     """Return a module's own forward as a plain function: the class's, or one that was set on the instance."""
-    found = own_forward(module).get()
-    return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
+    forward = own_forward(module).get()
+    return type(module).forward if forward is None or _is_of_class(module, forward) else unbound(forward)
 
 
 def decorated_function(module: nn.Module) -> Function | None:
     """Return a module's own forward without `functools.wraps` decorators; None if it is the forward of its class."""
-    found = own_forward(module).get()
-    inner = None if found is None else inspect.unwrap(found)
+    forward = own_forward(module).get()
+    inner = None if forward is None else inspect.unwrap(forward)
     return None if inner is None or _is_of_class(module, inner) else inner
 
 

@@ -52,10 +52,10 @@ def add_hooks(
 
 def _renumber(number: int, hooks: dict[int, Hook], *details: dict[int, Any]) -> None:
     """Give the last of a module's hooks the next negative ID."""
-    own = min([0, *hooks]) - 1
-    for found in (hooks, *details):
-        if number in found:
-            found[own] = found.pop(number)
+    first = min([0, *hooks]) - 1
+    for table in (hooks, *details):
+        if number in table:
+            table[first] = table.pop(number)
 
 
 def remove_hooks(module: nn.Module) -> None:
@@ -71,19 +71,19 @@ def remove_hooks(module: nn.Module) -> None:
                     detail.pop(key, None)
 
 
-def refuse(refused: Mapping[str, str], given: Mapping[str, Any], how: str = "context-parallel") -> None:
+def refuse_arguments(refused: Mapping[str, str], arguments: Mapping[str, Any], how: str = "context-parallel") -> None:
     """Check that arguments which must be left out are not given.
 
     Args:
         refused: reason for each refused argument, by name; "argument.key" is an entry, attribute
             or item of an argument, with further keys for those of that.
-        given: arguments by name.
+        arguments: arguments by name.
         how: how the model is computed, for the error.
     Raises: ShapeError: a refused argument is given and not None.
     """
     for name, reason in refused.items():
         argument, *keys = name.split(".")
-        value = given.get(argument)
+        value = arguments.get(argument)
         for key in keys:
             if isinstance(value, (list, tuple)):
                 value = value[int(key)] if int(key) < len(value) else None

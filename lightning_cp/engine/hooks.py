@@ -17,13 +17,13 @@ from lightning_cp.compat.torch_names import is_exporting
 from lightning_cp.engine.attention.missed_calls import MissedCalls
 from lightning_cp.engine.attention.replay import Replay
 from lightning_cp.engine.attention.scope import SCOPE, Scope
-from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.paths import is_compiled
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.hints import missing_split
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
-from lightning_cp.engine.value_checks import check_in_graph, check_values
+from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.nest import tensors
 
@@ -58,7 +58,7 @@ class ModelHook(EngineHook):
         Session and checkpointing functions are restored afterwards, also after a KeyboardInterrupt. (Forward hooks of
         torch with `always_call` run after every `Exception`, which a KeyboardInterrupt is not.)
         """
-        given = self.before(module, args, kwargs)
+        arguments = self.before(module, args, kwargs)
         session = self.session
         around, entry = SCOPE.current, SCOPE.entry
         if around is not None and around.session is session and not session.forwards:
@@ -70,7 +70,7 @@ class ModelHook(EngineHook):
         SCOPE.current, SCOPE.entry = self.scope, None
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
-            self._record_unsplit_lengths(given)
+            self._record_unsplit_lengths(arguments)
             self._wrap_checkpoints(checkpoints)
             if self.padding is not None:
                 args, kwargs = self.padding.before(module, args, kwargs)
@@ -109,10 +109,10 @@ class ModelHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments before the forward. Returns: the arguments by name."""
-        given = self._given(args, kwargs)
+        arguments = self._given(args, kwargs)
         STATS.enter(module, module)
-        self._check(given, model=type(module).__name__)
-        return given
+        self._check(arguments, model=type(module).__name__)
+        return arguments
 
     def after(self, module: nn.Module) -> None:
         """Check a forward that has succeeded. Raises: InterceptionError: none of its attention was intercepted."""
@@ -140,10 +140,9 @@ class ModelHook(EngineHook):
                 "or ContextParallelInput"
             ) from error
 
-    def _record_unsplit_lengths(self, given: dict[str, Any]) -> None:
-        """Record the lengths of arguments that the plan does not split."""
+    def _record_unsplit_lengths(self, arguments: dict[str, Any]) -> None:
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name not in split:
                 self.session.current().unsplit_lengths.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
 
@@ -171,19 +170,19 @@ class ModelHook(EngineHook):
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name; none if they do not fit the forward, which then raises the error."""
         try:
-            given = self.signature.bind_partial(None, *args, **kwargs).arguments
+            arguments = self.signature.bind_partial(None, *args, **kwargs).arguments
         except TypeError:
             return {}
-        return {name: x for name, x in given.items() if name != next(iter(self.signature.parameters))}
+        return {name: x for name, x in arguments.items() if name != next(iter(self.signature.parameters))}
 
-    def _check(self, given: dict[str, Any], *, model: str) -> None:
+    def _check(self, arguments: dict[str, Any], *, model: str) -> None:
         session = self.session
         for name, reason in self.rules.required.items():
-            if given and given.get(name) is None:
+            if arguments and arguments.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
-        refuse(self.rules.refused, given)
+        refuse_arguments(self.rules.refused, arguments)
         if not torch.compiler.is_compiling():
-            uncompiled(check_values)(given, session, model=model)
+            uncompiled(check_arguments)(arguments, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:
             if is_exporting():  # AOTInductor cannot compile the comparison
                 warnings.warn(
@@ -192,4 +191,4 @@ class ModelHook(EngineHook):
                     stacklevel=2,
                 )
             else:
-                check_in_graph(given, session, model=model)
+                check_in_graph(arguments, session, model=model)

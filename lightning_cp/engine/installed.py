@@ -25,7 +25,7 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
-from lightning_cp.engine.value_checks import register
+from lightning_cp.engine.value_checks import register_session
 from lightning_cp.errors import PlanError
 
 _INSTALLED = "_lightning_cp"
@@ -46,7 +46,7 @@ class Installed(ForwardWrapper):
 
     def __init__(self, module: nn.Module, session: Session, rules: Rules, plan: object) -> None:
         self.module, self.session, self.rules = module, session, rules
-        register(session)
+        register_session(session)
         self.caches = StepCaches(module, session)
         self.original: Function | None = None
         self._had_forward = False
@@ -169,11 +169,11 @@ class Installed(ForwardWrapper):
     def _reinstall_eagerly(self) -> None:
         self.caches.follow()
         try:
-            found = Structure(self.module, self.rules)
+            structure = Structure(self.module, self.rules)
         except PlanError:  # planned modules are missing
-            found = None
-        if found is not None and self._structure is not None and found.has_parts_of(self._structure):
-            self._structure = found  # only wrappers changed
+            structure = None
+        if structure is not None and self._structure is not None and structure.has_parts_of(self._structure):
+            self._structure = structure  # only wrappers changed
             return
         self._structure = None
         strip([*self.module.modules(), *self._touched])
@@ -223,8 +223,8 @@ class Installed(ForwardWrapper):
 
 def installed_on(module: nn.Module) -> Installed | None:
     """Return the state of a parallel model; None for other modules, and for torch.compile's wrapper."""
-    found: Installed | None = module.__dict__.get(_INSTALLED)
-    return found
+    installed: Installed | None = module.__dict__.get(_INSTALLED)
+    return installed
 
 
 def _run(installed: Installed, *args: Any, **kwargs: Any) -> Any:

@@ -59,15 +59,15 @@ def deferred_loads(module: nn.Module, *, excluded: Set[str] = frozenset()) -> De
 
     Args: excluded: names of weights that have another source.
     """
-    found, names = [], set[str]()
+    loads, names = [], set[str]()
     for path, inner in module.named_modules():
         load = getattr(inner, _LOADER, None)
         tensors = (*inner.named_parameters(path, remove_duplicate=False), *inner.named_buffers(path)) if load else ()
-        own = {name for name, x in tensors if x.is_meta} - excluded
-        if own and load:
-            found.append((inner, load))
-            names |= own
-    return DeferredLoads(frozenset(names), tuple(found))
+        names_on_meta = {name for name, x in tensors if x.is_meta} - excluded
+        if names_on_meta and load:
+            loads.append((inner, load))
+            names |= names_on_meta
+    return DeferredLoads(frozenset(names), tuple(loads))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = fro
     def stored(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta else x
 
-    given, tied = [], dict[nn.Parameter, nn.Parameter | None]()
+    unsent, tied = [], dict[nn.Parameter, nn.Parameter | None]()
     for path, inner in module.named_modules():
         for name, parameter in inner._parameters.items():
             if parameter in tied:
@@ -164,8 +164,8 @@ def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = fro
             if name in empty and x.is_floating_point():
                 x.fill_(torch.nan)
         if not {f"{path}.{name}".lstrip(".") for name in empty} <= sent:
-            given.append(inner)
-    unset = {class_of(inner).__name__ for inner in given if not _reset(inner)}
+            unsent.append(inner)
+    unset = {class_of(inner).__name__ for inner in unsent if not _reset(inner)}
     if unset:
         rank_zero_warn(
             "Parameter initialization incomplete: modules that don't define a `reset_parameters()` method for "

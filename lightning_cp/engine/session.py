@@ -123,15 +123,15 @@ class Call:
     def ranges(self, modalities: Modalities) -> list[tuple[range, ...]]:
         """Return, for each rank, the positions of its tokens in the concatenation of the whole modalities."""
         start = 0
-        found: list[list[range]] = [[] for _ in range(self.groups.context_size)]
+        by_rank: list[list[range]] = [[] for _ in range(self.groups.context_size)]
         for modality in modalities:
             before, *sizes, _ = self.parts(modality)
             first = start + before
             for rank, length in enumerate(sizes):
-                found[rank].append(range(first, first + length))
+                by_rank[rank].append(range(first, first + length))
                 first += length
             start += self.lengths.get(modality, 0)
-        return [tuple(ranges) for ranges in found]
+        return [tuple(ranges) for ranges in by_rank]
 
     def define(self, modality: str, length: int, *, everywhere: bool, name: str) -> None:
         """Set the global length of a modality, and start to compare this forward's arguments between ranks.
@@ -160,10 +160,6 @@ class Call:
         if not torch.compiler.is_compiling():
             allow_dynamic(self.sized[modality], 0)
             self.peers.start()
-
-
-def _zero() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 @dataclass(eq=False)
@@ -201,7 +197,7 @@ class Session:
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
-    num_graph_checks: torch.Tensor = field(default_factory=_zero)
+    num_graph_checks: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
 

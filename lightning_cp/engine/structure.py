@@ -113,10 +113,10 @@ class Structure:
 
     def _add_forward(self, module: nn.Module) -> None:
         slot = own_forward(module)
-        found = [(module.__dict__, "forward")]
+        slots = [(module.__dict__, "forward")]
         if slot.holder is not module or slot.name != "forward":
-            found.append((slot.holder.__dict__, slot.name))
-        for attributes, name in found:
+            slots.append((slot.holder.__dict__, slot.name))
+        for attributes, name in slots:
             self._holders.append(attributes)
             self._names.append(name)
             self._values.append(attributes.get(name))
@@ -175,13 +175,13 @@ def _planned_paths(rules: Rules) -> list[str]:
 
 def _steps(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Walk from a model down to `path`: yield each parent, the name of its child, and the child as registered."""
-    found = unwrapped(model)
+    parent = unwrapped(model)
     for atom in path.split("."):
-        children: Any = found._modules
+        children: Any = parent._modules
         name = str(len(children) + int(atom)) if atom.startswith("-") else atom
         if name not in children:  # an alias: `submodule` finds it
-            child = submodule(found, atom)
+            child = submodule(parent, atom)
         else:
             child = children[name]
-            yield found, name, child
-        found = unwrapped(child)
+            yield parent, name, child
+        parent = unwrapped(child)

@@ -16,7 +16,7 @@ _ARGUMENT, _LEAF = "\x1e", "\x1f"  # separators of arguments, and of the leaves 
 _SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()  # custom operators take numbers, not objects
 
 
-def check_values(given: Mapping[str, Any], session: Session, *, model: str) -> None:
+def check_arguments(arguments: Mapping[str, Any], session: Session, *, model: str) -> None:
     """Compare arguments between ranks and check masks, in the forwards that `check_peers` selects.
 
     Args: given: arguments by name. model: name of the model, for errors.
@@ -24,17 +24,17 @@ def check_values(given: Mapping[str, Any], session: Session, *, model: str) -> N
     """
     if session.peers.compares_in_full:
         for name, reason in session.rules.leading.items():
-            mask = given.get(name)
+            mask = arguments.get(name)
             if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
                 raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
-    session.peers.check(dict(given), model=model)
+    session.peers.check(dict(arguments), model=model)
 
 
-def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) -> None:
-    """Add `check_values` to the graph being traced, to run it in every forward of the compiled model."""
+def check_in_graph(arguments: Mapping[str, Any], session: Session, *, model: str) -> None:
+    """Add `check_arguments` to the graph being traced, to run it in every forward of the compiled model."""
     values: list[Tensor] = []
     layout: list[str] = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         kinds: list[str] = []
         _collect(value, values, kinds)
         shape = "nest" if isinstance(value, (list, tuple, dict)) else "leaf"
@@ -45,25 +45,25 @@ def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) ->
     )
 
 
-def register(session: Session) -> None:
+def register_session(session: Session) -> None:
     """Register a session, so that the operator finds it by its number."""
     _SESSIONS[session.number] = session
 
 
 @torch.library.custom_op("lightning_cp::check_forward", mutates_args=("checked",))
 def _check_forward(values: Sequence[Tensor], layout: str, model: str, number: int, checked: Tensor) -> None:
-    """Run `check_values`, and count in `checked`: the compiler would remove an operator that writes nothing."""
+    """Run `check_arguments`, and count in `checked`: the compiler would remove an operator that writes nothing."""
     session = _SESSIONS.get(number)
     checked.add_(1)
     if session is None or session.groups.context is None:
         return
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     rest = iter(values)
     for entry in layout.split(_ARGUMENT) if layout else ():
         name, shape, *kinds = entry.split(_LEAF)
-        found = [_leaf(kind, rest) for kind in kinds]
-        given[name] = found if shape == "nest" else found[0]
-    check_values(given, session, model=model)
+        leaves = [_leaf(kind, rest) for kind in kinds]
+        arguments[name] = leaves if shape == "nest" else leaves[0]
+    check_arguments(arguments, session, model=model)
     session.peers.start()
 
 

@@ -98,7 +98,7 @@ def comfyui_names(layers: Sequence[str], model: str) -> Mapping[str, str] | None
         return None
     if model in _SAME_NAMES:
         return {layer: f"transformer.{layer}" for layer in layers}
-    renamed, found = _ORIGINAL.get(model), {}
+    renamed, names = _ORIGINAL.get(model), {}
     if renamed is None:
         return None
     for layer in layers:
@@ -106,5 +106,5 @@ def comfyui_names(layers: Sequence[str], model: str) -> Mapping[str, str] | None
         original = next((m.expand(new) for m, new in matches if m), None)
         if original is None:
             return None
-        found[layer] = f"diffusion_model.{original}"
-    return found
+        names[layer] = f"diffusion_model.{original}"
+    return names

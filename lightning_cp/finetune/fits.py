@@ -69,14 +69,14 @@ def check_fits(
         return
     # LTX-2.3 has no layer that projects text to the width of the blocks
     text = widths.text if config.get("use_prompt_embeddings", True) else "cross_attention_dim"
-    found = {
+    sizes = {
         widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
         text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
     if widths.sound is not None:
         channels, _, bins = sample["sound"].shape
-        found[widths.sound] = (channels * bins, "audio VAE", "latents of sound of width")
-    for key, (size, part, what) in found.items():
+        sizes[widths.sound] = (channels * bins, "audio VAE", "latents of sound of width")
+    for key, (size, part, what) in sizes.items():
         if config.get(key, size) != size:
             raise FamilyError(
                 f"the parts of model.pretrained={source} do not fit: its {part} makes {what} {size}, but the "

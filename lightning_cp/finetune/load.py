@@ -95,11 +95,11 @@ def meta_transformers(source: str | Path, dtype: torch.dtype) -> dict[str, nn.Mo
 
     Returns: none if the pipeline is not found, or has code or no transformer; loading it whole gives the reason.
     """
-    found = {}
+    transformers = {}
     for name in ("transformer", "transformer_2"):
         with suppress(ValueError, PlanError):
-            found[name] = meta_transformer(source, name, dtype=dtype, setting="source")
-    return found
+            transformers[name] = meta_transformer(source, name, dtype=dtype, setting="source")
+    return transformers
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -167,12 +167,12 @@ def _matched(
 ) -> list[str]:
     """Return the names of layers that targets match. Raises: ValueError: a target (`every`), or all, match nothing."""
     if isinstance(targets, str):
-        found = [name for name in layers if re.fullmatch(targets, name)]
-        unmatched = [] if found else [targets]
+        matched = [name for name in layers if re.fullmatch(targets, name)]
+        unmatched = [] if matched else [targets]
     else:
         by_target = {x: [name for name in layers if name == x or name.endswith(f".{x}")] for x in targets}
-        found = [name for name in layers if any(name in names for names in by_target.values())]
-        unmatched = [x for x, names in by_target.items() if not names] if every or not found else []
+        matched = [name for name in layers if any(name in names for names in by_target.values())]
+        unmatched = [x for x, names in by_target.items() if not names] if every or not matched else []
     if unmatched:
         ends = sorted({_end(name) for name in layers})
         close = difflib.get_close_matches(unmatched[0], ends, n=3, cutoff=0.4) or ends[:8]
@@ -181,7 +181,7 @@ def _matched(
             f"lora.targets: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
             f"{', '.join(close)} (for example {next((n for n in layers if _end(n) == close[0]), '')})"
         )
-    return found
+    return matched
 
 
 def _end(name: str) -> str:

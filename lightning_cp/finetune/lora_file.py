@@ -46,13 +46,13 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     if not file.exists():
         state = f"has no {LORA_FILE}" if Path(path).is_dir() else "does not exist"
         raise ValueError(f"lora.file={path} {state}: expected a safetensors file, or a folder with {LORA_FILE}")
-    found, written = _read(f"lora.file={file}", file)
-    tensors = {name: x for name, x in found.items() if name.startswith(f"{component}.")}
+    all_tensors, written = _read(f"lora.file={file}", file)
+    tensors = {name: x for name, x in all_tensors.items() if name.startswith(f"{component}.")}
     if not tensors:
         raise ValueError(
-            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(found), 'missing')}. Expected "
-            f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
-            "with pipeline.load_lora_weights and save it with save_lora_weights"
+            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(all_tensors), 'missing')}. "
+            f"Expected diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, "
+            "load it with pipeline.load_lora_weights and save it with save_lora_weights"
         )
     if not isinstance(written, dict):
         raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
@@ -116,10 +116,10 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
                 "….lora_B.weight: load it with pipeline.load_lora_weights and save it with save_lora_weights"
             )
         pairs.setdefault(layer, {})[kind] = x
-    for layer, found in pairs.items():
-        if len(found) < 2:
-            raise ValueError(f"lora.file={file} is incomplete: {layer} has only {next(iter(found))}")
-    return {layer: (found["lora_A"], found["lora_B"]) for layer, found in pairs.items()}
+    for layer, pair in pairs.items():
+        if len(pair) < 2:
+            raise ValueError(f"lora.file={file} is incomplete: {layer} has only {next(iter(pair))}")
+    return {layer: (pair["lora_A"], pair["lora_B"]) for layer, pair in pairs.items()}
 
 
 def _rank(file: Path, layers: Mapping[str, tuple[Tensor, Tensor]]) -> int:
@@ -127,8 +127,8 @@ def _rank(file: Path, layers: Mapping[str, tuple[Tensor, Tensor]]) -> int:
     for layer, (a, _) in layers.items():
         ranks.setdefault(a.shape[0], layer)
     if len(ranks) > 1:
-        found = ", ".join(f"{rank} ({layer})" for rank, layer in ranks.items())
-        raise ValueError(f"lora.file={file} has layers of several ranks, which cannot be continued: {found}")
+        listed = ", ".join(f"{rank} ({layer})" for rank, layer in ranks.items())
+        raise ValueError(f"lora.file={file} has layers of several ranks, which cannot be continued: {listed}")
     return next(iter(ranks))
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_cp.data import bucket_loader
 from lightning_cp.engine.rules.paths import class_of
-from lightning_cp.export import on_rank_zero, save_lora, save_pretrained, unwrapped
+from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.objectives import MicroBatch, Objective, micro_batches, objective_for
@@ -166,7 +166,7 @@ class FineTuning(LightningModule):
         Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
         Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
-        model: Any = unwrapped(self.transformer)
+        model: Any = diffusers_model_of(self.transformer)
         if not getattr(model, "peft_config", None):
             save_pretrained(self.transformer, Path(folder) / self.component)
             return Path(folder) / self.component

@@ -123,11 +123,11 @@ class PromptSampler:
         """
         share = -(-len(self) // self._shard.size)
         first = self._shard.rank * share
-        found = [self._sample(i % len(self)) for i in range(first, first + share)]
-        shapes = {tuple(x.shape) for x in found}
+        samples = [self._sample(i % len(self)) for i in range(first, first + share)]
+        shapes = {tuple(x.shape) for x in samples}
         if len(shapes) > 1:
             raise ValueError(f"the prompts gave samples of different shapes {sorted(shapes)}: set height and width")
-        return torch.stack(found)
+        return torch.stack(samples)
 
     def _sample(self, i: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed + i)
@@ -145,7 +145,7 @@ class PromptSampler:
             model.dtype,
             setting=self._setting,
             without=without,
-            given={self._component: model},
+            components={self._component: model},
         )
         pipe.set_progress_bar_config(disable=True)
         return pipe

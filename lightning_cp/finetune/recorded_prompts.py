@@ -42,9 +42,11 @@ class RecordedPrompts:
             device: device of this rank; they run there if its free memory allows, otherwise on the CPU.
         Raises: the exception of the pipeline, if it does not accept the arguments.
         """
-        found = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
-        transformers = [x for name, x in found.items() if name.startswith("transformer")]
-        modules = [x for name, x in found.items() if not name.startswith("transformer")]  # the VAE encodes pictures
+        all_modules = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
+        transformers = [x for name, x in all_modules.items() if name.startswith("transformer")]
+        modules = [
+            x for name, x in all_modules.items() if not name.startswith("transformer")
+        ]  # the VAE encodes pictures
         at = device if _fits(modules, device) else torch.device("cpu")
         with ExitStack() as stack:
             for transformer in transformers:
@@ -108,8 +110,8 @@ def _stop(*_: object) -> NoReturn:
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return the arguments of `encode_prompt` as text, without the device. Pictures and arrays are hashed."""
-    given = (args, sorted((name, x) for name, x in kwargs.items() if name != "device"))
-    return repr(replace(_PIXELS, _digest, given))
+    arguments = (args, sorted((name, x) for name, x in kwargs.items() if name != "device"))
+    return repr(replace(_PIXELS, _digest, arguments))
 
 
 def _digest(picture: Any) -> tuple[str, ...]:

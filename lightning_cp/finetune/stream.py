@@ -27,9 +27,7 @@ class WeightStream:
         _stream(module, Path(self.folder))
 
 
-def stream_weights(
-    module: nn.Module, source: str | Path, component: str = "transformer", *, setting: str = "model.pretrained"
-) -> None:
+def stream_weights(module: nn.Module, source: str | Path, component: str = "transformer") -> None:
     """Copy a pretrained transformer's weights into a model, in the model's dtypes.
 
     The files are memory-mapped, and each rank copies its own slice of each tensor: at most one slice more than the
@@ -38,10 +36,10 @@ def stream_weights(
 
     Args:
         module: the transformer, with whole or sharded (DTensor) weights that have storage.
-        source, component, setting: see `load_transformer`.
+        source, component: see `load_transformer`.
     Raises: ValueError: a file is missing or damaged, or names or shapes differ from the model's.
     """
-    _stream(module, local_pipeline(source, component, setting=setting) / component)
+    _stream(module, local_pipeline(source, component, setting="model.pretrained") / component)
 
 
 @torch.no_grad()
@@ -80,8 +78,8 @@ def _copy(file: Any, name: str, target: Tensor) -> None:
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     if 0 not in shape:
-        own = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        target.to_local().copy_(file.get_slice(name)[own])
+        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        target.to_local().copy_(file.get_slice(name)[slices])
 
 
 def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -29,10 +29,10 @@ class WeightFiles:
     @property
     def by_file(self) -> dict[Path, list[str]]:
         """Names of the tensors in each file."""
-        found: dict[Path, list[str]] = {}
+        names_by_file: dict[Path, list[str]] = {}
         for name, path in self.files.items():
-            found.setdefault(path, []).append(name)
-        return found
+            names_by_file.setdefault(path, []).append(name)
+        return names_by_file
 
 
 def local_pipeline(source: str | Path, component: str, *, setting: str) -> Path:
@@ -106,11 +106,11 @@ def _without_weights(folder: Path) -> str:
             "save_pretrained(..., safe_serialization=True), or use a copy with safetensors files"
         )
     variants = sorted(path.name for path in folder.glob("*.safetensors"))
-    found = f", only {', '.join(variants[:3])}" if variants else ""
+    variant_files = f", only {', '.join(variants[:3])}" if variants else ""
     for file in (folder / SINGLE_FILE, folder / INDEX_FILE):
         if file.exists():
             return f"{file} {why_not_regular(file)}, but must be a file"
-    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}"
+    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{variant_files}"
 
 
 def _download(source: str, component: str, setting: str) -> Path:

@@ -32,7 +32,7 @@ class CudnnKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
         d = query.shape[-1]
-        q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (pad_heads(x).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = aten("_scaled_dot_product_cudnn_attention")(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return PartialAttention(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
 
@@ -49,7 +49,7 @@ class CudnnKernel:
         scale: float,
     ) -> Grads:
         d = query.shape[-1]
-        g, q, k, v, out = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
+        g, q, k, v, out = (pad_heads(x).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
         lse = part.lse.transpose(1, 2).unsqueeze(-1).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten("_scaled_dot_product_cudnn_attention_backward")(

@@ -29,7 +29,7 @@ class EfficientKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
         d, sq = query.shape[-1], query.shape[1]
-        q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (pad_heads(x).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = aten("_scaled_dot_product_efficient_attention")(
             q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
         )
@@ -48,9 +48,9 @@ class EfficientKernel:
         scale: float,
     ) -> Grads:
         d, sq = query.shape[-1], query.shape[1]
-        g, q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value))
+        g, q, k, v = (pad_heads(x).transpose(1, 2) for x in (grad_out, query, key, value))
         # The kernel assumes, unchecked, a row stride of heads * d for `out`, and needs aligned rows of lse.
-        out = pad_heads(part.out, 8).contiguous().transpose(1, 2)
+        out = pad_heads(part.out).contiguous().transpose(1, 2)
         lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten("_scaled_dot_product_efficient_attention_backward")(

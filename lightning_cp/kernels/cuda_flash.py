@@ -28,7 +28,7 @@ class CudaFlashKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
         d = query.shape[-1]
-        q, k, v = (pad_heads(x, 8) for x in (query, key, value))
+        q, k, v = (pad_heads(x) for x in (query, key, value))
         out, lse, *_ = aten("_flash_attention_forward")(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
@@ -47,7 +47,7 @@ class CudaFlashKernel:
         scale: float,
     ) -> Grads:
         d = query.shape[-1]
-        g, q, k, v, out = (pad_heads(x, 8) for x in (grad_out, query, key, value, part.out))
+        g, q, k, v, out = (pad_heads(x) for x in (grad_out, query, key, value, part.out))
         lse = part.lse.transpose(1, 2).contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads = aten("_flash_attention_backward")(
@@ -70,7 +70,7 @@ class CudaFlashKernel:
         return Grads(*(x[..., :d] for x in grads))
 
 
-def pad_heads(x: Tensor, multiple: int) -> Tensor:
-    """Pad the last dim with zeros to a multiple of `multiple`; attention with an explicit scale is unchanged."""
-    missing = -x.shape[-1] % multiple
+def pad_heads(x: Tensor) -> Tensor:
+    """Pad the last dim with zeros to a multiple of 8; attention with an explicit scale is unchanged."""
+    missing = -x.shape[-1] % 8
     return F.pad(x, (0, missing)) if missing else x

@@ -37,7 +37,7 @@ class FlashAttnKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
         d = query.shape[-1]
-        q, k, v = (pad_heads(x, 8) for x in (query, key, value))  # the packages take any strides, the last one being 1
+        q, k, v = (pad_heads(x) for x in (query, key, value))  # the packages take any strides, the last one being 1
         out, lse = self._forward(q, k, v, causal=causal, scale=scale)
         return PartialAttention(out[..., :d], lse.transpose(1, 2))
 
@@ -54,7 +54,7 @@ class FlashAttnKernel:
         scale: float,
     ) -> Grads:
         d = query.shape[-1]
-        g, q, k, v, out = (pad_heads(x, 8) for x in (grad_out, query, key, value, part.out))
+        g, q, k, v, out = (pad_heads(x) for x in (grad_out, query, key, value, part.out))
         grads = Grads(*(x.new_empty(x.shape) for x in (q, k, v)))
         self._backward(
             g, q, k, v, PartialAttention(out, part.lse.transpose(1, 2).contiguous()), grads, causal=causal, scale=scale
@@ -143,8 +143,8 @@ class FlashAttn3Kernel(FlashAttnKernel):
         backward = self._module()._flash_attn_backward
         # The name of this argument differs between releases.
         name = "is_causal" if "is_causal" in inspect.signature(backward).parameters else "causal"
-        given: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
-        backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **given)
+        options: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
+        backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **options)
 
 
 class FlashAttn4Kernel(FlashAttnKernel):
@@ -180,8 +180,8 @@ class FlashAttn4Kernel(FlashAttnKernel):
         causal: bool,
         scale: float,
     ) -> None:
-        found = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
-        for grad, result in zip(grads, found[:3], strict=True):
+        gradients = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
+        for grad, result in zip(grads, gradients[:3], strict=True):
             grad.copy_(result)
 
 

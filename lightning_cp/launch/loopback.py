@@ -89,5 +89,5 @@ def host_store(host: str, *, timeout: timedelta) -> TCPStore:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     port, settings = listener.getsockname()[1], {"wait_for_workers": False, "timeout": timeout}
     descriptor = listener.detach()  # the store closes it
-    given: dict[str, Any] = {**settings, "master_listen_fd": descriptor}
-    return TCPStore(host, port, is_master=True, **given)
+    options: dict[str, Any] = {**settings, "master_listen_fd": descriptor}
+    return TCPStore(host, port, is_master=True, **options)

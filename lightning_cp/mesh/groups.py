@@ -54,12 +54,12 @@ class MeshGroups:
 
     def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for these facts before, or build it; kept as long as the groups."""
-        found: T | None = self.kept.get(facts)
-        if found is None:
+        value: T | None = self.kept.get(facts)
+        if value is None:
             if len(self.kept) >= _KEPT:
                 self.kept.clear()
-            found = self.kept[facts] = build()
-        return found
+            value = self.kept[facts] = build()
+        return value
 
     @property
     def context_size(self) -> int:
@@ -108,8 +108,8 @@ def cached(key: object, build: Callable[[], T]) -> T:
     built = _cache.of(dist.group.WORLD)
     if key not in built:
         built[key] = build()
-    found: T = built[key]
-    return found
+    value: T = built[key]
+    return value
 
 
 def cached_groups() -> tuple[object, ...]:
@@ -150,8 +150,8 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
             built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={})
-    found: MeshGroups = built[key]
-    return found
+    groups_of_mesh: MeshGroups = built[key]
+    return groups_of_mesh
 
 
 def prove_membership() -> None:

@@ -14,6 +14,21 @@ from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, as_ring, cached, c
 
 
 @dataclass(frozen=True, eq=False)
+class StageGroup:
+    """The ranks that hold the stages of the blocks, one each: the same tokens of the same branch of guidance.
+
+    Attributes:
+        group: process group of these ranks, in the order of the stages; None for a single stage.
+        stage: index of this rank's stage.
+        num_stages: number of stages.
+    """
+
+    group: dist.ProcessGroup | None
+    stage: int
+    num_stages: int
+
+
+@dataclass(frozen=True, eq=False)
 class SampleGroups:
     """Process groups of this rank among the ranks that share one sample.
 
@@ -24,7 +39,7 @@ class SampleGroups:
         cfg_groups: ranks that hold the same tokens and blocks, one from each branch, as a ring.
         sample: all ranks that share a sample (cfg x pipe x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
-        pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
+        stages: ranks that hold the same tokens of the same branch, one from each stage of blocks.
         pipe_results: for each branch, a process group in which its last stage sends results: the ranks that hold the
             same tokens, of all branches and stages (in this order). Empty for a single branch and stage.
         control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
@@ -36,7 +51,7 @@ class SampleGroups:
     sample: MeshGroups
     data_rank: int
     data_size: int
-    pipe_groups: MeshGroups
+    stages: StageGroup
     pipe_results: tuple[dist.ProcessGroup, ...] = ()
     control: dist.ProcessGroup | None = None
     data_groups: tuple[tuple[int, ...], ...] = ((0,),)
@@ -54,7 +69,7 @@ class SampleGroups:
     @property
     def pipe(self) -> int:
         """Number of stages that the blocks are divided into."""
-        return self.pipe_groups.context_size
+        return self.stages.num_stages
 
 
 def sample_groups_for(
@@ -71,7 +86,7 @@ def sample_groups_for(
     groups = groups_for(config, shares)
     cfg, pipe = _size_of(config.mesh, "cfg", cfg), _size_of(config.mesh, "pipe", pipe)
     if cfg == pipe == 1 and groups is SINGLE_RANK:
-        return SampleGroups(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, SINGLE_RANK)
+        return SampleGroups(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, StageGroup(None, 0, 1))
     if not dist.is_initialized():
         degree = f"cfg={cfg}" if pipe == 1 else f"pipe={pipe}"
         raise ValueError(f"{degree} needs a process group: call torch.distributed.init_process_group first")
@@ -85,15 +100,15 @@ def sample_groups_for(
     return cached(("branches", cfg, pipe, groups.name), lambda: _build_sample_groups(groups, cfg, pipe))
 
 
-def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
+def _size_of(mesh: DeviceMesh | None, axis: str, degree: int) -> int:
     """Return the size of a mesh axis, or the given degree if there is no such axis. Raises: ValueError: they differ."""
     names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
     if axis not in names:
-        return given
+        return degree
     assert mesh is not None, "its axes were read above"
     size = mesh.size(names.index(axis))
-    if given not in (1, size):
-        raise ValueError(f"{axis}={given} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
+    if degree not in (1, size):
+        raise ValueError(f"{axis}={degree} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
     return size
 
 
@@ -134,7 +149,7 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
         ),
         data_rank=data_rank,
         data_size=len(ranks),
-        pipe_groups=as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
+        stages=StageGroup(by_stage, pipe_rank, pipe),
         pipe_results=tuple(results),
         control=control,
         data_groups=tuple(map(tuple, ranks.flatten(1).tolist())),
@@ -160,7 +175,7 @@ def _new_control_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
 def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Create a group for each row of `ranks` [..., n], and return this rank's."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
-    found: dist.ProcessGroup = group
+    local_group: dist.ProcessGroup = group
     if dist.get_backend() != "fake":
-        take_default_timeout(found)  # torch gives it to the world only
-    return found
+        take_default_timeout(local_group)  # torch gives it to the world only
+    return local_group

@@ -28,12 +28,12 @@ def check_shares(shares: object, *, ring: int, ulysses: int) -> Shares | None:
     )
     if isinstance(shares, str) or not isinstance(shares, Sequence):
         raise TypeError(f"shares={shares!r} {expected}; None means equal shares")
-    given = list(shares)
-    if any(isinstance(share, bool) or not isinstance(share, (int, float)) for share in given):
-        raise TypeError(f"shares={given} {expected}")
-    if len(given) != ring * ulysses or not all(math.isfinite(share) and share > 0 for share in given):
-        raise ValueError(f"shares={given} {expected}")
-    exact = [Fraction(str(share)) for share in given]
+    weights = list(shares)
+    if any(isinstance(share, bool) or not isinstance(share, (int, float)) for share in weights):
+        raise TypeError(f"shares={weights} {expected}")
+    if len(weights) != ring * ulysses or not all(math.isfinite(share) and share > 0 for share in weights):
+        raise ValueError(f"shares={weights} {expected}")
+    exact = [Fraction(str(share)) for share in weights]
     if len(set(exact)) == 1:
         return None
     return _lowest(exact) if max(_lowest(exact)) <= _LARGEST else _lowest(_rounded(exact))

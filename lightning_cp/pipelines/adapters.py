@@ -20,12 +20,12 @@ def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the state of the adapters of each component, for a comparison between ranks."""
-    found = {}
+    states = {}
     for name, component in components.items():
         layers = list(_adapted(component)) if isinstance(component, nn.Module) else []
         if layers:
-            found[f"adapters of {name}"] = " ".join(dict.fromkeys(_described(layer) for layer in layers))
-    return found
+            states[f"adapters of {name}"] = " ".join(dict.fromkeys(_described(layer) for layer in layers))
+    return states
 
 
 def allow_hotswap(module: nn.Module) -> Undo:

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
-from lightning_cp.engine.peers.comparison import Digest, difference, digest
+from lightning_cp.engine.peers.comparison import Digest, digest, digest_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
@@ -77,8 +77,8 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
         failure = error
     raise_on_all(failure, f"cannot {what}", world)
     by_rank = gather_objects({key: repr(value) for key, value in settings.items()}, world)
-    if (found := first_difference(by_rank, missing="not set")) is not None:
-        key, rank, first, here = found
+    if (difference := first_difference(by_rank, missing="not set")) is not None:
+        key, rank, first, here = difference
         raise PeerMismatchError(
             f"all ranks must {what} with equal settings, but rank 0 has {key}={first} and rank {rank} has "
             f"{key}={here}: give all ranks the same value"
@@ -107,10 +107,10 @@ def _gather_equal(
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    expected, found = first["generators"], other["generators"]
-    if expected != found:
-        return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {found or 'no device'} on the other"
-    return difference(first["arguments"], other["arguments"])
+    expected, actual = first["generators"], other["generators"]
+    if expected != actual:
+        return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {actual or 'no device'} on the other"
+    return digest_difference(first["arguments"], other["arguments"])
 
 
 def _generators(value: Any) -> list[torch.Generator]:

@@ -16,8 +16,8 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.components import components_of, transformers_of
-from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare
+from lightning_cp.pipelines.components import components_of, planned_transformers
+from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
 from lightning_cp.pipelines.placement.sharding import mark_unusable
@@ -98,16 +98,16 @@ def parallelize_pipeline(
     check_private_uses("pipeline")
     name, common = type(pipeline).__name__, {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
     is_alone = all(degree in (None, 1) for degree in common.values())
-    given: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
-    given |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
-    given |= {"shares": shares}
-    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | given):
+    options: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
+    options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
+    options |= {"shares": shares}
+    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")
         _check_started()
-        settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **given)
-        transformers, controlnets = transformers_of(pipeline, components), controlnets_of(components)
+        settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **options)
+        transformers, controlnets = planned_transformers(pipeline, components), controlnets_of(components)
         both = [one for one in settings.shard if one in transformers]
         if settings.num_stages > 1 and both:
             raise ValueError(
@@ -119,7 +119,7 @@ def parallelize_pipeline(
     state.features = [Feature(partial(changes, state)) for changes in FEATURES]
     try:
         with state.votes.call():  # what one rank refuses, or cannot load, ends this on all
-            prepare(state)
+            prepare_weights(state)
             for feature in state.features:
                 feature.install()
             state.votes.check()

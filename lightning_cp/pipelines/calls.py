@@ -11,14 +11,14 @@ from lightning_cp.undoable import Undo, set_attribute
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a method's arguments by name; only `kwargs` if they do not fit its signature (the method then raises)."""
     try:
-        given = dict(signature.bind_partial(None, *args, **kwargs).arguments)
+        arguments = dict(signature.bind_partial(None, *args, **kwargs).arguments)
     except TypeError:
         return kwargs
-    del given[next(iter(signature.parameters))]
+    del arguments[next(iter(signature.parameters))]
     extra = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
     for name in extra:
-        given |= given.pop(name, {})
-    return given
+        arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def hide_progress(pipe: Any) -> Undo:

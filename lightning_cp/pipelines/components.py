@@ -22,7 +22,7 @@ def load_pipeline(
     *,
     setting: str = "source",
     without: Sequence[str] = (),
-    given: Mapping[str, nn.Module] = MappingProxyType({}),
+    components: Mapping[str, nn.Module] = MappingProxyType({}),
     kind: type | None = None,
 ) -> Any:
     """Load a pipeline from a folder or from the Hub.
@@ -30,7 +30,7 @@ def load_pipeline(
     Args:
         setting: name of the setting that holds `source`, for the error message.
         without: names of components that are not loaded; they are None.
-        given: components that are used instead of those in the source, by name.
+        components: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
@@ -39,11 +39,11 @@ def load_pipeline(
     loaded: Any = kind or DiffusionPipeline
     where = f"{setting}={source}"
     try:
-        if kind is None and (without or given):
+        if kind is None and (without or components):
             loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
-        pipe = loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **given)
+        pipe = loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **components)
     except Exception as error:
-        quantised = [name for name in _quantised(source) if name not in {*without, *given}]
+        quantised = [name for name in _quantised(source) if name not in {*without, *components}]
         if quantised:
             raise quantised_error(where, quantised, error) from error
         if isinstance(error, (OSError, RecursionError)):
@@ -56,7 +56,7 @@ def load_pipeline(
             "from diffusers and transformers only. Or read the code, load the pipeline in your script with "
             "trust_remote_code=True, and call parallelize_pipeline on it"
         ) from error
-    _check_quantised(where, {name: x for name, x in pipe.components.items() if name not in given})
+    _check_quantised(where, {name: x for name, x in pipe.components.items() if name not in components})
     return pipe
 
 
@@ -93,9 +93,9 @@ def _has_quantiser(config: Path) -> bool:
 def _check_quantised(where: str, components: Mapping[str, Any]) -> None:
     """Raise ValueError if transformers does not know a component's quantiser: it takes the weights as they are."""
     for name, module in components.items():
-        found = getattr(getattr(module, "config", None), "quantization_config", None)
-        if found is not None and getattr(module, "hf_quantizer", None) is None:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        quantization = getattr(getattr(module, "config", None), "quantization_config", None)
+        if quantization is not None and getattr(module, "hf_quantizer", None) is None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise quantised_error(where, [name], f"transformers does not know the quantiser {method}")
 
 
@@ -121,14 +121,14 @@ def components_of(pipe: Any) -> dict[str, Any]:
     return dict(components)
 
 
-def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
+def planned_transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the components that denoise, by name; a component with two names is listed once.
 
     Raises: PlanError: no component has a plan, or a component cannot be parallel.
     """
-    found: dict[str, nn.Module] = {}
+    transformers: dict[str, nn.Module] = {}
     for name, module in components.items():
-        if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
+        if not isinstance(module, nn.Module) or any(module is other for other in transformers.values()):
             continue
         if any(installed_on(inner) is not None for inner in module.modules()):
             raise PlanError(
@@ -143,14 +143,14 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
         if refusal(type(module)) is not None:
             raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan_message(type(module))}")
         if registered_plan(type(module)) is not None and not is_controlnet(module):
-            found[name] = module
-    if not found:
+            transformers[name] = module
+    if not transformers:
         modules = {name: type(x).__name__ for name, x in components.items() if isinstance(x, nn.Module)}
         raise PlanError(
             f"{type(pipe).__name__} has no transformer with a plan (its components: {modules}); docs/models.md lists "
             "the classes that have one"
         )
-    return found
+    return transformers
 
 
 def experts_of(pipe: Any, transformers: Mapping[str, nn.Module]) -> tuple[str, ...]:

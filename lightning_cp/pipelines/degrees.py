@@ -40,7 +40,7 @@ def declared_degrees(
         raise TypeError(f"degrees={declared!r} must be a mapping from names to degrees")
     if declared and config.mesh is not None:
         raise ValueError(f"degrees={sorted(declared)} cannot be combined with a mesh: leave mesh out of the config")
-    sizes = {name: _sizes(name, given) for name, given in declared.items()}
+    sizes = {name: _sizes(name, degrees) for name, degrees in declared.items()}
     expected = ranks.sample.context_size
     for name, (ring, ulysses, cfg) in sizes.items():
         if name == DEFAULT:
@@ -55,15 +55,15 @@ def declared_degrees(
                 f"degrees[{name!r}]: cfg={cfg} must be {ranks.cfg}, because the weights of {sharded} are sharded over "
                 f"the ranks of one branch of guidance (shard={sharded!r})"
             )
-    found = {DEFAULT: Degrees(config, ranks)}
+    by_name = {DEFAULT: Degrees(config, ranks)}
     for name, (ring, ulysses, cfg) in sorted(sizes.items()):
         chosen = replace(config, ring_degree=ring, ulysses_degree=ulysses)
-        found[name] = Degrees(chosen, sample_groups_for(chosen, cfg))
-    return found
+        by_name[name] = Degrees(chosen, sample_groups_for(chosen, cfg))
+    return by_name
 
 
-def _sizes(name: str, given: Mapping[str, int]) -> tuple[int, int, int]:
-    if not isinstance(given, Mapping) or not given.keys() <= set(_NAMES):
-        raise ValueError(f"degrees[{name!r}]={given!r} must be a mapping with the keys {', '.join(_NAMES)}")
-    ring, ulysses, cfg = (check_degree(f"degrees[{name!r}][{x!r}]", given.get(x), default=1) for x in _NAMES)
+def _sizes(name: str, degrees: Mapping[str, int]) -> tuple[int, int, int]:
+    if not isinstance(degrees, Mapping) or not degrees.keys() <= set(_NAMES):
+        raise ValueError(f"degrees[{name!r}]={degrees!r} must be a mapping with the keys {', '.join(_NAMES)}")
+    ring, ulysses, cfg = (check_degree(f"degrees[{name!r}][{x!r}]", degrees.get(x), default=1) for x in _NAMES)
     return ring, ulysses, cfg

@@ -23,8 +23,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _config_of(component: Any) -> Mapping[str, Any]:
     config = getattr(component, "config", {})  # a mapping in diffusers, an object in transformers
-    found: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    return found
+    settings: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return settings
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,15 +90,15 @@ class EqualComponents:
         """
         if not self.is_on:
             return {}
-        found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
+        settings = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
         for name, component in pipeline.components.items():
             of_module = _plain(vars(component)) if isinstance(component, nn.Module) else {}
-            found[name] = {"class": type(component).__qualname__, **of_module}
+            settings[name] = {"class": type(component).__qualname__, **of_module}
             if name not in transformers:
-                found[name]["config"] = _plain(_config_of(component))
+                settings[name]["config"] = _plain(_config_of(component))
             if isinstance(component, Sized) and hasattr(component, "model_max_length"):  # a tokenizer
-                found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
-        return found
+                settings[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
+        return settings
 
     def compare_weights(self, components: Mapping[str, Any], *, world: dist.ProcessGroup | None = None) -> None:
         """Compare all weights, with one exchange of four numbers if they have not changed.
@@ -118,8 +118,8 @@ class EqualComponents:
         are_equal = all(digest == by_rank[0][1:] for _, *digest in by_rank)
         if are_equal or (self._in_stages and not any(changed for changed, *_ in by_rank)):
             return
-        own = {name: (x.kind, x.checksum) for name, x in self._known.items()}
-        gathered = gather_objects(own, group)
+        local_weights = {name: (x.kind, x.checksum) for name, x in self._known.items()}
+        gathered = gather_objects(local_weights, group)
         first: dict[str, Any] = {}
         for rank, other in enumerate(gathered):
             first = {**other, **first} if self._in_stages else first or other
@@ -134,14 +134,14 @@ class EqualComponents:
     def _update(self, components: Mapping[str, Any]) -> bool:
         """Compute the checksums of weights that have changed. Returns: whether any has."""
         known = self._known
-        found = {
+        weights = {
             name: known[name] if name in known and known[name].is_of(module, x) else _Weight.of(module, x)
             for name, module, x in _weights(components)
         }
-        has_changed = found.keys() != known.keys() or any(found[name] is not known[name] for name in found)
+        has_changed = weights.keys() != known.keys() or any(weights[name] is not known[name] for name in weights)
         if has_changed:
-            self._known = found
-            self._digest = digest_ints([(name, x.kind, x.checksum) for name, x in found.items()])
+            self._known = weights
+            self._digest = digest_ints([(name, x.kind, x.checksum) for name, x in weights.items()])
         return has_changed
 
     def _difference(self, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -150,10 +150,10 @@ class EqualComponents:
                 if not self._in_stages:
                     return f"{name} is on one of them only"
                 continue
-            (kind, expected), (other_kind, found) = first[name], other[name]
+            (kind, expected), (other_kind, actual) = first[name], other[name]
             if kind != other_kind:
                 return f"{name} is {other_kind} on one and {kind} on the other"
-            if None not in (expected, found) and expected != found:
+            if None not in (expected, actual) and expected != actual:
                 return f"the values of {name} differ"
         return ""
 

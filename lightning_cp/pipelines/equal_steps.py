@@ -58,12 +58,15 @@ class EqualSteps:
     ) -> Any:
         """Wrap the scheduler's `step`. Ranks: all of the sample. Raises: PeerMismatchError: the step before differs."""
         if self._compares_steps and (self._every_step or not self._step):
-            given = arguments_by_name(_signature(type(scheduler).step), args, kwargs)
+            arguments = arguments_by_name(_signature(type(scheduler).step), args, kwargs)
             if self._step:
-                self._compare(given)
+                self._compare(arguments)
             else:
-                given["scheduler"] = [type(scheduler).__qualname__, *(getattr(scheduler, x, None) for x in _SCHEDULE)]
-                self._compare_now(given)
+                arguments["scheduler"] = [
+                    type(scheduler).__qualname__,
+                    *(getattr(scheduler, x, None) for x in _SCHEDULE),
+                ]
+                self._compare_now(arguments)
         return call(*args, **kwargs)
 
     def end(self, result: Any) -> None:
@@ -76,18 +79,18 @@ class EqualSteps:
     def _is_on(self) -> bool:
         return self._sample.context is not None and self._calls != 0
 
-    def _compare_now(self, given: Mapping[str, Any]) -> None:
+    def _compare_now(self, arguments: Mapping[str, Any]) -> None:
         with self._votes.before_exchanges():  # a rank may have raised
-            self._compare(given)
+            self._compare(arguments)
             self._finish()
 
-    def _compare(self, given: Mapping[str, Any]) -> None:
+    def _compare(self, arguments: Mapping[str, Any]) -> None:
         self._finish()
         self._step += 1
         group = self._sample.context
         assert group is not None, "checked by _is_on"
         with torch.no_grad():
-            table, _ = self._sampler.table(given, forward=self._step, device=gather_device(group))
+            table, _ = self._sampler.table(arguments, forward=self._step, device=gather_device(group))
         self._pending = gather_in_background(table.flatten(), group=group)
 
     def _finish(self) -> None:
@@ -95,9 +98,11 @@ class EqualSteps:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        found = peer_samples.difference(pending.read().reshape(self._sample.context_size, 1 + len(_NAMES), -1), _NAMES)
-        if found is not None:
-            rank, problem = found
+        difference = peer_samples.sampled_difference(
+            pending.read().reshape(self._sample.context_size, 1 + len(_NAMES), -1), _NAMES
+        )
+        if difference is not None:
+            rank, problem = difference
             raise PeerMismatchError(
                 f"ranks that share a sample must compute the same, but {problem} in step {self._step} of {self._name} "
                 f"(rank {rank} of this group, compared with its rank 0; the result counts as a step): callbacks and "

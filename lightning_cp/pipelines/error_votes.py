@@ -239,8 +239,8 @@ class Votes:
 
     def _exchange(self, error: str | None) -> tuple[list[str | None], bool]:
         """Gather the errors of all ranks. Returns: these, and True if ranks have begun different exchanges."""
-        found = gather_objects((error, self.progress()), self._group)
-        return [text for text, _ in found], len({progress for _, progress in found}) > 1
+        votes = gather_objects((error, self.progress()), self._group)
+        return [text for text, _ in votes], len({progress for _, progress in votes}) > 1
 
 
 def _read(gather: BackgroundGather) -> list[int]:

@@ -18,7 +18,7 @@ from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
 from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
-from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, rank_device, shard_layers
+from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
 from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
 from lightning_cp.pipelines.wrappers import device_properties, over_branches, synchronized, vote_before
@@ -26,16 +26,16 @@ from lightning_cp.undoable import Undo, intercept_calls
 from lightning_cp.vae import parallelize_vae
 
 
-def prepare(state: ParallelPipeline) -> None:
+def prepare_weights(state: ParallelPipeline) -> None:
     """Find out where weights are to be, and build the groups of all degrees. Ranks: the whole world.
 
     Raises: ValueError, TypeError: settings that do not fit the pipeline.
     """
-    settings, ranks, found = state.settings, state.ranks, state.modules
-    state.layers = layers_to_shard(state.components, settings.shard, found, ranks)
-    state.stages = make_stages(state.pipeline, settings.stages, state.components, found, rank_device(ranks))
+    settings, ranks, transformers = state.settings, state.ranks, state.modules
+    state.layers = layers_to_shard(state.components, settings.shard, transformers, ranks)
+    state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, sampling_device(ranks))
     state.check()
-    sharded = next((name for name in state.layers if name in found), None)
+    sharded = next((name for name in state.layers if name in transformers), None)
     state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)
 
 
@@ -55,7 +55,6 @@ def _transformers(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
-    """Compute transformers in patches and stages of blocks."""
     pipeline, settings = state.pipeline, state.settings
     state.patch_calls = make_patch_calls(
         state.transformers,
@@ -90,7 +89,6 @@ def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _adapters(state: ParallelPipeline) -> Iterator[Undo]:
-    """Let LoRAs be loaded and swapped."""
     for module in (*state.modules.values(), *state.controlnet_modules.values()):
         if hasattr(module, "load_lora_adapter"):
             yield allow_hotswap(module)
@@ -116,7 +114,6 @@ def _decoders(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _component_stages(state: ParallelPipeline) -> Iterable[Undo]:
-    """Move components to the device in their stage of a call."""
     return () if state.stages is None else follow_stages(state.stages)
 
 

@@ -131,10 +131,10 @@ def _exchange(results: list[_Result], groups: MeshGroups) -> None:
     if not any(by_owner):
         return
     layouts = [layout_of(tensors) for tensors in by_owner]
-    device, own = results[0].tensors[0].device, groups.context_rank
-    received = all_gather_tensors(by_owner[own], layouts, device=device, group=groups.context)
+    device, branch = results[0].tensors[0].device, groups.context_rank
+    received = all_gather_tensors(by_owner[branch], layouts, device=device, group=groups.context)
     for rank, tensors in enumerate(received):
-        if rank != own:
+        if rank != branch:
             for held, values in zip(by_owner[rank], tensors, strict=True):
                 held.copy_(values)
 
@@ -241,10 +241,10 @@ def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         Tensor, _without_values, (args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs)
     )
     try:
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
     except Exception:  # it raises again where it is computed
         return None
-    return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device).zero_()
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device).zero_()
 
 
 def _without_values(x: Tensor) -> Tensor:

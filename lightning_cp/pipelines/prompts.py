@@ -16,7 +16,7 @@ from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.results import samples_of
-from lightning_cp.pipelines.state import ParallelPipeline, state_of
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
@@ -57,21 +57,21 @@ def sample_prompts(
         ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
         that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
-    installed = state_of(pipe)
-    found: list[Any] = []
+    installed = parallel_state(pipe)
+    collected: list[Any] = []
     error: Exception | None = None
     try:
         for samples in _sampled(
             pipe, installed, prompts, inputs, seed=seed, per_call=per_call, write=write, sound=sound
         ):
-            found += samples
+            collected += samples
     except Exception as raised:
         if installed.votes.broken is not None:
             raise
         error = raised
     # one data group: its votes have raised the error on all its ranks
     raise_on_all(error, "failed in sample_prompts", dist.group.WORLD if installed.ranks.data_size > 1 else None)
-    return _gather_samples(found, installed.ranks) if collect else found
+    return _gather_samples(collected, installed.ranks) if collect else collected
 
 
 def _sampled(
@@ -97,11 +97,12 @@ def _sampled(
         texts = read_prompts(prompts)
         inputs = {**inputs, **_lyrics(pipe, inputs, len(texts))}
         _check_calls(installed, len(texts), per_call, inputs)
-    for first, batch in _batches(texts, share_of(len(texts), ranks), per_call):
+    share = shard_range(len(texts), ranks.data_size, ranks.data_rank)
+    for first, batch in _batches(texts, share, per_call):
         with installed.votes.call():
             generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-            given = _for_each(inputs, range(first, first + len(batch)))
-            result = pipe(**{prompt_argument: batch}, generator=generators, **given)
+            call_inputs = _for_each(inputs, range(first, first + len(batch)))
+            result = pipe(**{prompt_argument: batch}, generator=generators, **call_inputs)
             samples = samples_of(pipe, result, len(batch), sound=sound)
             for i, sample in enumerate(samples):
                 if write is not None and ranks.sample.context_rank == 0:
@@ -140,11 +141,6 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     if not texts:
         raise ValueError("prompts is empty: give at least one prompt")
     return texts
-
-
-def share_of(count: int, ranks: SampleGroups) -> range:
-    """Return the indices of the prompts of this rank's data group: contiguous; if uneven, larger shares first."""
-    return shard_range(count, ranks.data_size, ranks.data_rank)
 
 
 def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
@@ -208,11 +204,11 @@ def _lyrics(pipe: Any, inputs: Mapping[str, Any], count: int) -> dict[str, list[
 
 def _for_each(inputs: Mapping[str, Any], prompts: range) -> dict[str, Any]:
     """Return the inputs for some of the prompts; repeat a negative prompt, since many pipelines need one per prompt."""
-    given = {
+    call_inputs = {
         name: [value] * len(prompts) if name.startswith("negative_prompt") and isinstance(value, str) else value
         for name, value in inputs.items()
     }
-    return given | ({_LYRICS: inputs[_LYRICS][prompts.start : prompts.stop]} if _LYRICS in inputs else {})
+    return call_inputs | ({_LYRICS: inputs[_LYRICS][prompts.start : prompts.stop]} if _LYRICS in inputs else {})
 
 
 def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:
@@ -220,11 +216,11 @@ def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, l
         yield first, texts[first : min(first + size, share.stop)]
 
 
-def _gather_samples(found: list[Any], ranks: SampleGroups) -> list[Any]:
+def _gather_samples(samples: list[Any], ranks: SampleGroups) -> list[Any]:
     """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
-        return found
-    own = (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None
-    gathered = gather_objects(own, dist.group.WORLD)
+        return samples
+    share = (ranks.data_rank, samples) if ranks.sample.context_rank == 0 else None
+    gathered = gather_objects(share, dist.group.WORLD)
     shares = dict(entry for entry in gathered if entry is not None)
     return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]

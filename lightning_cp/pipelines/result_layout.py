@@ -83,8 +83,8 @@ def key_of(values: Any) -> tuple[Any, ...]:
     It has the shapes and dtypes of tensors, other values, the tree structure, and the dtypes of autocast.
     """
     leaves, spec = tree_flatten(values)
-    found = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves)
-    return found, repr(spec), _autocast(values)
+    kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves)
+    return kinds, repr(spec), _autocast(values)
 
 
 def forget_oldest(table: dict[Hashable, Any], most: int | None = None) -> None:
@@ -99,7 +99,6 @@ def forget_oldest(table: dict[Hashable, Any], most: int | None = None) -> None:
 
 
 def _autocast(values: Any) -> tuple[Any, ...]:
-    """Return the autocast dtypes by device type, where autocast is on."""
     kinds = sorted({x.device.type for x in of_type(Tensor, values)})
     on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)

@@ -43,6 +43,6 @@ def _leave(watch: StallWatch) -> None:
 
 def _host() -> str:
     """Return the address of rank 0 that its launcher has set, or its name. Ranks: the whole world."""
-    own = socket.gethostname()
-    hosts = gather_objects(own if dist.get_rank() else os.environ.get("MASTER_ADDR", own), dist.group.WORLD)
-    return "127.0.0.1" if set(hosts) == {own} else str(hosts[0])
+    name = socket.gethostname()
+    hosts = gather_objects(name if dist.get_rank() else os.environ.get("MASTER_ADDR", name), dist.group.WORLD)
+    return "127.0.0.1" if set(hosts) == {name} else str(hosts[0])

@@ -97,8 +97,8 @@ class ParallelPipeline:
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
-    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
-    return found
+    state: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
+    return state
 
 
 def copy_refusals(name: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def copy_refusals(name: str) -> dict[str, Any]:
     return {"__deepcopy__": refuse, "__reduce_ex__": refuse, "__copy__": shallow}
 
 
-def state_of(pipe: Any) -> ParallelPipeline:
+def parallel_state(pipe: Any) -> ParallelPipeline:
     """Return the state of a parallel pipeline. Raises: PlanError: it is not parallel."""
     state = parallel_pipeline(pipe)
     if state is None:
@@ -134,7 +134,7 @@ def use_degrees(pipe: Any, name: str) -> Iterator[None]:
     Ranks: all that share a sample; different names raise an error at the next call.
     Raises: ValueError: an unknown name; a pipeline that is not parallel.
     """
-    state = state_of(pipe)
+    state = parallel_state(pipe)
     if name not in state.degrees:
         raise ValueError(
             f"{name!r} is not one of the declared degrees, {', '.join(state.degrees)}: declare it with "

@@ -89,7 +89,7 @@ def synchronized(state: ParallelPipeline) -> Around:
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments_by_name(signature, args, kwargs)
+        arguments = arguments_by_name(signature, args, kwargs)
         with watching_this_thread(), votes.call():
             state.check()
             _empty_caches(state)
@@ -100,15 +100,15 @@ def synchronized(state: ParallelPipeline) -> Around:
             common |= {"use_degrees": chosen, **adapter_state(pipe.components)}
             common |= state.equal_components.settings(pipe, state.transformers)
             with votes.before_exchanges():
-                sync_rng_and_check_inputs(given, state.ranks.sample, common)
+                sync_rng_and_check_inputs(arguments, state.ranks.sample, common)
                 state.equal_components.compare_weights(pipe.components)
                 _use(state, state.degrees[chosen])
             for one in in_patches:
-                one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
-            calls.begin(may_start_late=guidance_may_start_late(pipe, given))
+                one.begin(overlaps=not any(arguments.get(name) for name in _CALLBACKS))
+            calls.begin(may_start_late=guidance_may_start_late(pipe, arguments))
             undo = _watch_steps(state)
             try:
-                with nullcontext() if stages is None else stages.call(given):
+                with nullcontext() if stages is None else stages.call(arguments):
                     result = resolve_all(call(*args, **kwargs))
                 for installed in state.installed.values():  # so that no later call raises a difference of this one
                     installed.session.peers.finish()

@@ -303,11 +303,11 @@ class Plan:
     @property
     def held_modalities(self) -> Modalities:
         """Return the modalities in the plan's inputs, split outputs and blocks, in order of first appearance."""
-        found: list[str] = []
+        names: list[str] = []
         for specs in (self.inputs, self.split_outputs, *self.blocks.values()):
             for spec in specs.values():
-                found += _modalities(spec)
-        return tuple(dict.fromkeys(found))
+                names += _modalities(spec)
+        return tuple(dict.fromkeys(names))
 
 
 def _modalities(spec: Spec | None) -> list[str]:

@@ -37,14 +37,14 @@ class ContextParallel:
         settings: settings of the strategy.
         groups: process groups of the mesh; None before the ranks are started.
         described: lines that were logged.
-        found: keys of `plans` and `modules` that matched a module.
+        matched: keys of `plans` and `modules` that matched a module.
         checks: checks of the transformers' inputs.
     """
 
     settings: StrategySettings
     groups: MeshGroups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
-    found: set[Any] = field(default_factory=set, init=False)
+    matched: set[Any] = field(default_factory=set, init=False)
     checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
@@ -123,8 +123,8 @@ class ContextParallel:
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())
         for setting, keys in (("plans", self.settings.plans or {}), ("modules", self.settings.modules or ())):
-            self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
-            absent = [key for key in keys if key not in self.found]  # neither here nor in a module wrapped earlier
+            self.matched |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
+            absent = [key for key in keys if key not in self.matched]  # neither here nor in a module wrapped earlier
             if absent:
                 transformers = sorted(
                     {kind.__name__ for kind in map(class_of, module.modules()) if registered_plan(kind)}
@@ -133,24 +133,24 @@ class ContextParallel:
                     f"{setting}: there is no {absent[0]!r} in {type(module).__name__}; a key is a class, its name, or "
                     f"the path of a module (transformers with a plan in there: {transformers or 'none'})"
                 )
-        found = []
+        selected = []
         for name, inner in inside:
             if self.settings.modules is not None and not any(_names(key, name, inner) for key in self.settings.modules):
                 continue
             plan = self._plan(name, inner)
             if plan is not None or installed_on(inner) is not None:
-                found.append((inner, plan))
+                selected.append((inner, plan))
             elif self.settings.modules is not None:
                 raise PlanError(f"modules={self.settings.modules!r} names {name!r}: {no_plan_message(class_of(inner))}")
-        if not found and self.settings.modules is None and self.size > 1:  # each rank would run the full sequence
+        if not selected and self.settings.modules is None and self.size > 1:  # each rank would run the full sequence
             for kind in map(class_of, module.modules()):
                 if refusal(kind) is not None:
                     raise PlanError(no_plan_message(kind))
-        return found
+        return selected
 
     def _plan(self, name: str, module: nn.Module) -> object:
-        given = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
-        return given[0] if given else plan_for(module)
+        chosen = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
+        return chosen[0] if chosen else plan_for(module)
 
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether a selected transformer trains parameters that get no gradient, always or for some inputs."""

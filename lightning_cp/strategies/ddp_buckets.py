@@ -92,18 +92,15 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
     try:
         ddp.reducer._rebuild_buckets()  # raises if a reduction has begun and not ended
     except RuntimeError as error:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None:
+        unused_indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if unused_indices is None:
             raise
-        trained = [name for name, x in _named_parameters(ddp) if x.requires_grad]
-        unused = [trained[int(index)] for index in found[1].split()]
+        named = ddp.module.named_parameters()
+        trained = [name for name, x in named if x.requires_grad and name not in ddp.parameters_to_ignore]
+        unused = [trained[int(index)] for index in unused_indices[1].split()]
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ValueError(
             f"the loss does not use the trained parameters {', '.join(unused[:3])}{more}, so their gradients and those "
             "of others were not averaged over the ranks: set ContextParallelStrategy(find_unused_parameters=True), or "
             "freeze them"
         ) from error
-
-
-def _named_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, x) for name, x in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]

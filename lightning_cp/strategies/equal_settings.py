@@ -80,16 +80,16 @@ def _settings(optimizer: Any, number: int) -> dict[str, str]:
     """Return the class and the settings of each parameter group, as text by name."""
     inner = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", optimizer)
     name = type(inner).__name__
-    found = {f"class of optimizer {number}": name}
-    found[f"number of parameter groups of {name}"] = str(len(inner.param_groups))
+    settings = {f"class of optimizer {number}": name}
+    settings[f"number of parameter groups of {name}"] = str(len(inner.param_groups))
     for i, group in enumerate(inner.param_groups):
-        found[f"number of parameters in group {i} of {name}"] = str(len(group["params"]))
+        settings[f"number of parameters in group {i} of {name}"] = str(len(group["params"]))
         for key, value in group.items():
             if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
                 value = value.item()
             if _is_plain(value):
-                found[f"{key} of {name} in group {i}"] = repr(value)
-    return found
+                settings[f"{key} of {name} in group {i}"] = repr(value)
+    return settings
 
 
 def _is_plain(value: object) -> bool:
@@ -99,7 +99,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _compare(settings: dict[str, str], remedy: str) -> None:
-    found = first_difference(gather_objects(settings, dist.group.WORLD), missing="missing")
-    if found is not None:
-        name, rank, first, here = found
+    difference = first_difference(gather_objects(settings, dist.group.WORLD), missing="missing")
+    if difference is not None:
+        name, rank, first, here = difference
         raise PeerMismatchError(f"{name} differs: {first} on rank 0, {here} on rank {rank}; {remedy}")

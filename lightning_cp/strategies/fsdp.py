@@ -157,9 +157,9 @@ class FSDPMixin(ContextParallelMixin):
 
     def _make_weights_mesh(self) -> DeviceMesh:
         """Build a mesh with dims `replicate` and `shard`, or only `shard`. Ranks: the whole world."""
-        given = self.context.settings.mesh
-        if given is not None and "fsdp" in given.mesh_dim_names:
-            ranks = given.mesh.movedim(given.mesh_dim_names.index("fsdp"), -1).flatten(0, -2)
+        mesh = self.context.settings.mesh
+        if mesh is not None and "fsdp" in mesh.mesh_dim_names:
+            ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("fsdp"), -1).flatten(0, -2)
         else:
             ranks = torch.arange(dist.get_world_size()).view(self._replicate, -1)
         kind = self._lightning.root_device.type
@@ -275,9 +275,9 @@ def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
         if x.requires_grad:
             dtypes.setdefault(x.dtype, name)
     if len(dtypes) > 1:
-        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        listed = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"{class_of(unit).__name__} has trained weights of several dtypes ({found}), which FSDP2 cannot shard "
+            f"{class_of(unit).__name__} has trained weights of several dtypes ({listed}), which FSDP2 cannot shard "
             "together: convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use "
             "strategy cp"
         )

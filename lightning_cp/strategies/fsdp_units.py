@@ -34,7 +34,7 @@ def find_fsdp_units(
 
 def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:
     """Return whether the weights of `unit` are used nowhere else in `module`, also not through a shared child."""
-    own, outside = set(unit.parameters()), {unit}
+    weights, outside = set(unit.parameters()), {unit}
     waiting = [module]
     while waiting:  # every module that is reachable without passing through `unit`
         inner = waiting.pop()
@@ -42,7 +42,7 @@ def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:
             outside.add(inner)
             waiting += inner.children()
     outside.remove(unit)
-    return not any(parameter in own for inner in outside for parameter in inner.parameters(recurse=False))
+    return not any(parameter in weights for inner in outside for parameter in inner.parameters(recurse=False))
 
 
 def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
@@ -62,17 +62,16 @@ def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[n
 
 def _called(module: nn.Module) -> list[nn.Module]:
     """List children with weights; a container (it has no forward) is replaced by its children."""
-    found: list[nn.Module] = []
+    called: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _called(child)
+            called += _called(child)
         elif any(True for _ in child.parameters()):
-            found.append(child)
-    return found
+            called.append(child)
+    return called
 
 
 def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
-    """List the blocks: those named by plans, and elsewhere the members of ModuleLists."""
     planned = [
         one.module.get_submodule(path)
         for one in installed

@@ -96,7 +96,8 @@ class ContextParallelMixin:
         whole_world: str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = locals()  # before other names are bound: a setting of StrategySettings is only added to the signature
+        # Before other names are bound: a setting of StrategySettings is only added to the signature.
+        settings = locals()
         uses_trainer = any(kind.__module__.startswith("lightning.pytorch") for kind in type(self).__mro__)
         check_private_uses("trainer" if uses_trainer else "fabric")
         check_known(type(self), kwargs)
@@ -105,7 +106,7 @@ class ContextParallelMixin:
         if whole_world not in (None, "ring", "ulysses"):
             raise ValueError(f"whole_world={whole_world!r} must be None, 'ring' or 'ulysses'")
         self._whole_world, self._chosen_start_method = whole_world, start_method
-        self._settings = StrategySettings.pick(given)
+        self._settings = StrategySettings.pick(settings)
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
         self._late_weights = LateWeights()
@@ -275,7 +276,6 @@ class ContextParallelMixin:
             rank_zero_only(_log.info)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
-        """Make the transformers in `module` context-parallel."""
         return self.context.wrap(module)
 
     @contextmanager

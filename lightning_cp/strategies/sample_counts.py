@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from torch import Tensor
 from torchmetrics import metric
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.mesh.groups import MeshGroups, as_ring, cached, first_ranks
 
 _UNCHANGED = {dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR}
@@ -71,7 +71,7 @@ def gather_once(x: Tensor, groups: MeshGroups, *, differentiable: bool) -> Tenso
     world = cached(
         ("world", groups.name), lambda: as_ring(groups, dist.group.WORLD, ranks, dist.get_rank(), name="world")
     )
-    gathered = gather((x if differentiable else x.detach())[None], 0, [1] * ranks, world.name)
+    gathered = gather_shards((x if differentiable else x.detach())[None], 0, [1] * ranks, world.name)
     return gathered[first_ranks(groups)]
 
 

@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 
 def _field(default: T, rule: Rule) -> T:
-    """Declare a setting with a default and a rule for its values."""
     made: T = field(default=default, metadata={"rule": rule})
     return made
 

@@ -104,12 +104,12 @@ def gather_on_first_rank(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Ranks: the whole world.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name, x in state.items():
         full = full_tensor(x.detach())
         if is_first:
-            found[name] = full.cpu()
-    return found
+            gathered[name] = full.cpu()
+    return gathered
 
 
 @torch.no_grad()

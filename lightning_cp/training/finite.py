@@ -57,13 +57,13 @@ class StepGuard:
         if self.on_nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm)):
             self._skipped_in_a_row = 0
             return True
-        found = self.find(loss, norm)
-        if found and self.on_nonfinite == "error":
-            raise NonFiniteError(found)
+        cause = self.find(loss, norm)
+        if cause and self.on_nonfinite == "error":
+            raise NonFiniteError(cause)
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
             raise NonFiniteError(
-                f"{found or 'the gradient overflows'}, and {self._skipped_in_a_row - 1} steps were skipped"
+                f"{cause or 'the gradient overflows'}, and {self._skipped_in_a_row - 1} steps were skipped"
             )
         return False
 
@@ -81,8 +81,12 @@ def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) 
     for name, tensors in named:
         names.append(name)
         local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-        found = [(~torch.isfinite(x.detach())).any().to(ranks.device) for x in local]
-        flags.append(torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=ranks.device))
+        flags_of_module = [(~torch.isfinite(x.detach())).any().to(ranks.device) for x in local]
+        flags.append(
+            torch.stack(flags_of_module).any()
+            if flags_of_module
+            else torch.zeros((), dtype=torch.bool, device=ranks.device)
+        )
     if not flags:
         return []
     fractions = ranks.all_reduce(torch.stack(flags).double(), reduce_op="mean").tolist()
@@ -96,11 +100,11 @@ def find_ranks(loss: Tensor, ranks: Ranks) -> str:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
-    own = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
-    own[ranks.global_rank] = (~torch.isfinite(loss.detach())).double().squeeze()
-    fractions = ranks.all_reduce(own, reduce_op="mean").tolist()
-    found = ", ".join(str(rank) for rank, fraction in enumerate(fractions) if fraction > 0)
-    return f" on rank {found}" if found else ""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
+    flags[ranks.global_rank] = (~torch.isfinite(loss.detach())).double().squeeze()
+    fractions = ranks.all_reduce(flags, reduce_op="mean").tolist()
+    failed = ", ".join(str(rank) for rank, fraction in enumerate(fractions) if fraction > 0)
+    return f" on rank {failed}" if failed else ""
 
 
 def shorten(names: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh.groups import MeshGroups
 
@@ -46,20 +46,22 @@ def attend_all_rows(
     if mask is not None:
         mask = _mask_of_frames(mask, lengths)
     dim = key.ndim - 2
-    keys, values = (gather(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
+    keys, values = (gather_shards(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
     return attend(query, keys, values, mask, *args, **kwargs)
 
 
 def _mask_of_frames(mask: Tensor, lengths: list[int]) -> Tensor:
     """Extend a local frame mask to the positions of all ranks: [..., local, local] -> [..., local, all]."""
     first = mask[(0,) * (mask.ndim - 1)]  # the first query attends to its own frame only
-    own = int((first == 0).sum())
-    assert own, "the first position attends to no position"
-    assert len(first) % own == 0, f"a mask over {len(first)} positions is not a mask of frames with {own} positions"
-    frames = len(first) // own
-    by_frame = mask[..., ::own, ::own]
-    for_queries = by_frame.repeat_interleave(own, -2)
-    if not torch.equal(for_queries.repeat_interleave(own, -1), mask):
+    frame_length = int((first == 0).sum())
+    assert frame_length, "the first position attends to no position"
+    assert len(first) % frame_length == 0, (
+        f"a mask over {len(first)} positions is not a mask of frames with {frame_length} positions"
+    )
+    frames = len(first) // frame_length
+    by_frame = mask[..., ::frame_length, ::frame_length]
+    for_queries = by_frame.repeat_interleave(frame_length, -2)
+    if not torch.equal(for_queries.repeat_interleave(frame_length, -1), mask):
         raise NotImplementedError(
             "a VAE's attention mask can be split by rows only if it masks whole frames: use vae.enable_tiling()"
         )

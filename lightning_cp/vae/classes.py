@@ -60,16 +60,16 @@ CLASSES: dict[str, VaeClass] = {
 _PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # they call F.scaled_dot_product_attention
 
 
-def class_of(vae: nn.Module) -> VaeClass:
+def vae_class_of(vae: nn.Module) -> VaeClass:
     """Return the properties of a VAE. Raises: ValueError: unsupported class, noise, attention or compilation."""
     name = type(vae).__name__
-    found = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)
-    if found is None:
+    vae_class = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)
+    if vae_class is None:
         raise ValueError(
             f"{name} cannot be split over ranks: leave out parallelize_vae (or set vae=False), so that every rank "
             f"decodes everything. Supported: {', '.join(CLASSES)}"
         )
-    _check_loops(vae, found)
+    _check_loops(vae, vae_class)
     for path, module in vae.named_modules():
         if getattr(module, "per_channel_scale1", None) is not None:
             raise ValueError(
@@ -79,13 +79,13 @@ def class_of(vae: nn.Module) -> VaeClass:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(f"{name} is compiled ({path or 'as a whole'}): make it parallel without torch.compile")
         processor = type(getattr(module, "processor", None)).__name__
-        splits = found.halos and (found.encodes or not path.startswith("encoder."))
+        splits = vae_class.halos and (vae_class.encodes or not path.startswith("encoder."))
         if splits and processor != "NoneType" and processor not in _PROCESSORS:
             raise ValueError(
                 f"{name} computes attention with {processor} ({path}): call vae.set_default_attn_processor(), "
                 "which uses F.scaled_dot_product_attention"
             )
-    return found
+    return vae_class
 
 
 def _check_loops(vae: nn.Module, kind: VaeClass) -> None:

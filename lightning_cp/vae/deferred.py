@@ -50,7 +50,9 @@ class UnitCall:
         """Compute the call on this rank and set `result` and `cache`."""
         if self.prepare is not None:
             self.prepare()
-        out = self.forward(*(resolve(x) for x in self.args), **{name: resolve(x) for name, x in self.kwargs.items()})
+        out = self.forward(
+            *(resolve_deferred(x) for x in self.args), **{name: resolve_deferred(x) for name, x in self.kwargs.items()}
+        )
         self.result.value = out
         if self.cache is not None:
             self.result.value, self.cache.value = out
@@ -108,7 +110,7 @@ class Batch:
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
         """Queue a call of a unit and return its deferred result; with `caches`, also its deferred feature cache."""
-        args = tuple(resolve(x) for x in args)
+        args = tuple(resolve_deferred(x) for x in args)
         result, cache = Deferred(self), Deferred(self) if caches else None
         unit = self._unit_of(kwargs)
         prepare, self.is_new = self.clear if self.is_new else None, False
@@ -220,16 +222,16 @@ class Deferred:
         return self.__torch_function__(Tensor.unsqueeze, (), (self, dim))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.resolved()[index] = resolve(value)
+        self.resolved()[index] = resolve_deferred(value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.resolved(), name)
 
 
-def resolve(nest: Any) -> Any:
+def resolve_deferred(nest: Any) -> Any:
     """Replace the deferred values in `nest` by computed ones; a diffusers output (dict-like) is changed in place."""
     return replace(Deferred, Deferred.resolved, nest)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*resolve(args), **resolve(kwargs))
+    return function(*resolve_deferred(args), **resolve_deferred(kwargs))

@@ -14,8 +14,8 @@ from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import replace
 from lightning_cp.undoable import Undo, intercept_method, set_attribute, undo_all
-from lightning_cp.vae.classes import VaeClass, class_of, compression_of
-from lightning_cp.vae.deferred import Batch, Rehearsal, resolve
+from lightning_cp.vae.classes import VaeClass, compression_of, vae_class_of
+from lightning_cp.vae.deferred import Batch, Rehearsal, resolve_deferred
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
@@ -48,7 +48,7 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
         return lambda: None
     if isinstance(vae.__dict__.get("_parallel_vae"), _Session):
         raise ValueError(f"this {type(vae).__name__} is already parallel: undo that first")
-    session = _Session(vae, class_of(vae), groups)
+    session = _Session(vae, vae_class_of(vae), groups)
     session.refuse_untiled()
     undo: list[Undo] = []
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
@@ -122,7 +122,7 @@ class _TileLoop:
                 session.batch = Rehearsal(worker)
                 return session.batch.run(partial(loop, *args, **kwargs))
             session.batch = Batch(worker, clear=self._clear if kind.keeps_frames else None)
-            result = resolve(loop(*args, **kwargs))
+            result = resolve_deferred(loop(*args, **kwargs))
             return replace(Tensor, partial(_without_first, vae.temporal_compression_ratio), result) if drops else result
         finally:
             session.batch = None

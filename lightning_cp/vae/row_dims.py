@@ -137,13 +137,13 @@ def _of_view(
     strides = [int(dim == rows.dim) for dim in range(x.ndim)]
     probe = torch.empty(0, device="meta").as_strided(x.shape, strides)
     views = function(*(probe if value is x else value for value in args), **kwargs)
-    found = []
+    row_dims = []
     for view in (views,) if isinstance(views, Tensor) else views:
         dims = [dim for dim in range(view.ndim) if view.stride(dim) and view.shape[dim] > 1]
         if len(dims) != 1 or view.stride(dims[0]) != 1 or view.shape[dims[0]] != x.shape[rows.dim]:
             _refuse(name, "that takes or moves some of the rows")
-        found.append(RowDim(dims[0], rows.outer))
-    return found[0] if isinstance(views, Tensor) else tuple(found)
+        row_dims.append(RowDim(dims[0], rows.outer))
+    return row_dims[0] if isinstance(views, Tensor) else tuple(row_dims)
 
 
 def _of_reshape(name: str, before: torch.Size, after: torch.Size, rows: RowDim) -> RowDim:

@@ -220,8 +220,8 @@ def _interpolate(
 ) -> Tensor:
     """Interpolate without a halo: keep the rows (factor 1), or repeat them (mode nearest, integer factor)."""
     if input.ndim >= 4:
-        given = size if scale_factor is None else scale_factor
-        along = given[rows.dim] if isinstance(given, (list, tuple)) else given
+        sizes = size if scale_factor is None else scale_factor
+        along = sizes[rows.dim] if isinstance(sizes, (list, tuple)) else sizes
         factor = along / input.shape[rows.dim] if scale_factor is None else along
         if factor != 1 and (not mode.startswith("nearest") or factor != int(factor)):
             raise NotImplementedError(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.mesh.groups import MeshGroups
 
 
@@ -27,8 +27,8 @@ def group_norm_of_all_rows(
     wide = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.reshape(batch, num_groups, -1).to(wide), dim=-1, correction=0)
     count = torch.full_like(mean, x[0, 0].numel() * (channels // num_groups), dtype=torch.float64)
-    own = torch.stack([count, mean.double(), var.double()])[None]
-    counts, means, variances = gather(own, 0, [1] * groups.context_size, groups.name).unbind(1)
+    moments = torch.stack([count, mean.double(), var.double()])[None]
+    counts, means, variances = gather_shards(moments, 0, [1] * groups.context_size, groups.name).unbind(1)
     fraction = counts / counts.sum(0)
     mean = (fraction * means).sum(0)
     var = (fraction * (variances + (means - mean).square())).sum(0)

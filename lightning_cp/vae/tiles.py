@@ -60,14 +60,14 @@ class TileWorker:
             costs[call.unit] = costs.get(call.unit, 0) + call.tile.numel()
         owner = owners(costs, self.groups.context_size, self.groups.shares)
         by_rank = [[call for call in calls if owner[call.unit] == rank] for rank in range(self.groups.context_size)]
-        own, failure = by_rank[self.groups.context_rank], None
+        local_calls, failure = by_rank[self.groups.context_rank], None
         try:
-            for call in own:
+            for call in local_calls:
                 call.run()
         except Exception as error:  # reported to the other ranks before it is raised: they wait for this rank
             failure = error
-        layouts = self._layouts(calls, own, failure)
-        tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in own]
+        layouts = self._layouts(calls, local_calls, failure)
+        tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in local_calls]
         pieces = [[layouts[id(call)].piece for call in theirs] for theirs in by_rank]
         received = all_gather_tensors(tiles, pieces, device=calls[0].tile.device, group=self.groups.context)
         for rank, (theirs, results) in enumerate(zip(by_rank, received, strict=True)):
@@ -76,11 +76,13 @@ class TileWorker:
                     order = layouts[id(call)].order
                     call.result.value = tile.permute([order.index(dim) for dim in range(tile.ndim)])
 
-    def _layouts(self, calls: list[UnitCall], own: list[UnitCall], failure: Exception | None) -> dict[int, _Tile]:
+    def _layouts(
+        self, calls: list[UnitCall], local_calls: list[UnitCall], failure: Exception | None
+    ) -> dict[int, _Tile]:
         """All-gather the layouts of all results, by id of the call; each rank provides those of its own calls."""
         assert self.groups.context is not None, "a group of one computes tiles itself"
         values = [int(failure is not None)]
-        computed = {id(call) for call in own} if failure is None else set()
+        computed = {id(call) for call in local_calls} if failure is None else set()
         for call in calls:
             entry = [0] * _FIELDS
             if id(call) in computed:

@@ -19,7 +19,7 @@ from lightning_cp.app.benchmark.trained_digits import Panel, draw_panels
 from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
 from lightning_cp.app.runs.outcome import Outcome, Status
 from lightning_cp.app.runs.saved_settings import save_settings
-from lightning_cp.app.runs.sweep import draw_sweep, summarise
+from lightning_cp.app.runs.sweep import draw_sweep, summarise_sweep
 from lightning_cp.app.sampling.media import write_sample
 from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_curve
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
@@ -110,7 +110,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda folder: draw_loss_curve(folder.parent / "inputs" / "metrics.csv", folder / "loss.png"),
     ),
     "outcome": (".outcomes/0.partial", lambda folder: outcome(folder).write(folder)),
-    "sweep": ("sweep.csv", summarise),
+    "sweep": ("sweep.csv", summarise_sweep),
     "curves of a sweep": ("sweep.png", lambda folder: draw_sweep([outcome(folder)], folder / "sweep.png")),
     "settings": (".hydra/config.yaml", lambda folder: save_settings(folder, *settings())),
     "manifest": (MANIFEST, lambda folder: Manifest(1, 1.0, {}, {"a": TEXT}).write(folder)),

@@ -163,17 +163,14 @@ class _Clock:
         self.start()
 
     def start(self) -> None:
-        """Begin a repetition."""
         self._started = self._last = time.perf_counter()
         self.waited_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the repetition began."""
         return time.perf_counter() - self._started
 
     def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `Family.encode_media`."""
         self.waited_s += time.perf_counter() - self._last
         return call(*args, **kwargs)
 

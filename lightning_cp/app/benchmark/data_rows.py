@@ -37,7 +37,7 @@ class DataFigures:
         return self.samples / statistics.median(self.times_s) if self.times_s else None
 
 
-def data_rows(tokens: int, found: dict[str, DataFigures]) -> list[Row]:
+def data_rows(tokens: int, figures_by_name: dict[str, DataFigures]) -> list[Row]:
     """Return the rows of the workload `data`, which has no limit to compare with. Args: tokens: tokens per sample."""
     return [
         Row(
@@ -58,5 +58,5 @@ def data_rows(tokens: int, found: dict[str, DataFigures]) -> list[Row]:
             samples_per_s=figures.samples_per_s,
             refused=figures.refused,
         )
-        for name, figures in found.items()
+        for name, figures in figures_by_name.items()
     ]

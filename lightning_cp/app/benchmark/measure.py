@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.app.benchmark.subject import Subject
-from lightning_cp.app.benchmark.trace import read_trace, record
+from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh.groups import cuda_backend_is
@@ -51,7 +51,7 @@ class Figures:
         return statistics.median(self.times_s)
 
 
-def measure(
+def measure_subjects(
     subjects: Sequence[Subject], *, repeats: int, seconds: float, device: torch.device, traces: Path | None = None
 ) -> dict[str, Figures]:
     """Measure each subject. Returns: figures by name, the same on every rank.
@@ -135,11 +135,11 @@ def _trace_step(
     if subject.rank_zero_only and dist.get_rank():
         return 0, 0.0
     if device.type == "cpu":
-        trace = read_trace(record(step, path))
+        trace = read_trace(record_trace(step, path))
         return trace.peak_bytes, trace.exposed
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    trace = read_trace(record(step, path))
+    trace = read_trace(record_trace(step, path))
     return torch.cuda.max_memory_allocated(device) - before, trace.exposed
 
 

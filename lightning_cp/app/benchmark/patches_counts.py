@@ -65,13 +65,13 @@ class Counts:
         """Return the weights, the buffers and the bytes sent to the next stage, each of the stage with the most."""
         divided = [shard_range(len(self.weights), stages, stage) for stage in range(stages)]
         return (
-            self.other_weights + max(sum(self.weights[i] for i in own) for own in divided),
-            max(sum(self.buffers[i] for i in own) for own in divided),
-            max(self.outputs[own.stop - 1] for own in divided[:-1]),
+            self.other_weights + max(sum(self.weights[i] for i in blocks) for blocks in divided),
+            max(sum(self.buffers[i] for i in blocks) for blocks in divided),
+            max(self.outputs[blocks.stop - 1] for blocks in divided[:-1]),
         )
 
 
-def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
+def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
     """Evaluate a model of device `meta` whole and in patches, and count.
 
     Args: arguments: of `model.forward`, on `meta`. The model is made parallel over one rank.
@@ -154,8 +154,8 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build().eval()
 
 
-def _bytes(found: Any) -> int:
-    return sum(x.nbytes for x in found)
+def _bytes(tensors: Any) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         model, arguments, size = MODELS[name]()
         print(f"\n{MODELS[name].__doc__}\n")
-        print("\n".join(table(count(model, {**arguments, "return_dict": False}), size)))
+        print("\n".join(table(count_patches(model, {**arguments, "return_dict": False}), size)))
 
 
 if __name__ == "__main__":

@@ -62,20 +62,20 @@ def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tens
         undo_all(undo)
 
 
-def measure(run: Path, count: int) -> list[Measured]:
+def measure_patches(run: Path, count: int) -> list[Measured]:
     """Draw `count` samples exactly and with each setting."""
     digits = load_digits(run, count)
     exact = samples_in_patches(digits, patches=1, warmup=1)
-    found: list[Measured] = []
+    measured: list[Measured] = []
     for patches, warmup in [(1, 1), *((n, w) for n in PATCHES for w in WARMUP)]:
         samples = exact if patches == 1 else samples_in_patches(digits, patches, warmup)
         largest, recognised = float((samples - exact).abs().max()), recognise_digits(samples, digits.labels).fraction
-        found.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
-        print(found[-1], flush=True)
-    return found
+        measured.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
+        print(measured[-1], flush=True)
+    return measured
 
 
-def draw(measured: list[Measured], path: Path) -> None:
+def draw_quality(measured: list[Measured], path: Path) -> None:
     """Plot the deviation against the number of patches, with a line for each warm-up."""
     exact, *others = measured
     lines = {f"warm-up {warmup}": [x for x in others if x.warmup == warmup] for warmup in WARMUP}
@@ -93,7 +93,7 @@ def draw(measured: list[Measured], path: Path) -> None:
 def main(run: str, plot: str, count: str = "20") -> None:
     """Measure, and draw the plot."""
     torch.set_num_threads(1)
-    draw(measure(Path(run).absolute(), int(count)), Path(plot))
+    draw_quality(measure_patches(Path(run).absolute(), int(count)), Path(plot))
 
 
 if __name__ == "__main__":

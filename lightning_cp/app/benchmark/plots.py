@@ -20,7 +20,7 @@ def colours(names: Iterable[str]) -> dict[str, Any]:
     return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw_workload(rows: Sequence[Row], path: Path) -> None:
     """Plot time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
 
     By length, or as bars if there is only one length. Times with a spread above 30 % are marked.
@@ -56,9 +56,9 @@ def draw_data(rows: Sequence[Row], path: Path) -> None:
     axes: Any = figure.subplots(1, 2, sharey=True)
     palette = colours(row["subject"] for row in shown)
     values = [row["samples_per_s"] for row in shown], [row["waited"] and 100 * row["waited"] for row in shown]
-    for axis, name, found in zip(axes, ("samples per second", "waiting for data, %"), values, strict=True):
-        bars = axis.barh(range(len(shown)), [x or 0 for x in found], color=[palette[row["subject"]] for row in shown])
-        axis.bar_label(bars, ["–" if x is None else f"{x:.3g}" for x in found], padding=3)
+    for axis, name, numbers in zip(axes, ("samples per second", "waiting for data, %"), values, strict=True):
+        bars = axis.barh(range(len(shown)), [x or 0 for x in numbers], color=[palette[row["subject"]] for row in shown])
+        axis.bar_label(bars, ["–" if x is None else f"{x:.3g}" for x in numbers], padding=3)
         axis.set_title(name, fontsize=9)
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
@@ -76,19 +76,19 @@ _Curves = dict[str, tuple[list[float | None], ...]]  # subject -> (times, memory
 
 def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
     one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, SINGLE_RANK)}
-    found: _Curves = {}
+    curves: _Curves = {}
     for subject in dict.fromkeys(row["subject"] for row in rows):
         if subject in (ONE_THREAD, SINGLE_RANK):
             continue
         mine = {row["tokens"]: row for row in rows if row["subject"] == subject}
         measured = [mine.get(tokens) for tokens in one]
-        found[subject] = (
+        curves[subject] = (
             [row and row["ratio"] for row in measured],
             [row and row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in measured],
             [None if row is None or row["waited"] is None else 100 * row["waited"] for row in measured],
             [row and row["spread"] for row in measured],
         )
-    return found
+    return curves
 
 
 def _draw_lines(axes: Any, curves: _Curves, lengths: Sequence[int], palette: Mapping[str, Any]) -> str:

@@ -50,11 +50,11 @@ class Row(TypedDict):
     refused: str
 
 
-def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -> list[Row]:
+def rows_of(workload: str, tokens: int, ranks: int, figures_by_name: dict[str, Figures]) -> list[Row]:
     """Return the rows of one set of measurements."""
-    one = found.get(ONE_THREAD) or found[SINGLE_RANK]
+    one = figures_by_name.get(ONE_THREAD) or figures_by_name[SINGLE_RANK]
     rows = []
-    for name, figures in found.items():
+    for name, figures in figures_by_name.items():
         times = sorted(figures.times_s)
         parts = ranks if one.times_s else 1
         row = Row(
@@ -71,7 +71,7 @@ def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -
             sent_bytes=figures.sent_bytes,
             exchanges=figures.exchanges,
             waited=figures.waited,
-            check_cost=_check_cost(figures, found.get(name + UNCHECKED)),
+            check_cost=_check_cost(figures, figures_by_name.get(name + UNCHECKED)),
             samples_per_s=None,
             refused=figures.refused,
         )
@@ -102,11 +102,11 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
     """Return the title and the cells of one table per set of measurements, with a line for each subject."""
-    found: dict[str, list[list[str]]] = {}
+    cells_by_title: dict[str, list[list[str]]] = {}
     for row in rows:
         title = f"{row['workload']}, {row['tokens']:,} tokens, {count_ranks(row['ranks'])}"
-        found.setdefault(title, []).append(_cells(row))
-    return list(found.items())
+        cells_by_title.setdefault(title, []).append(_cells(row))
+    return list(cells_by_title.items())
 
 
 def columns_of(cells: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -40,11 +40,11 @@ class Measured(NamedTuple):
     recognised: float
 
 
-def measure(run: Path, count: int) -> list[Measured]:
+def measure_thresholds(run: Path, count: int) -> list[Measured]:
     """Draw `count` samples without a cache and with each threshold."""
     digits = load_digits(run, count)
     transformer = digits.transformer
-    found: list[Measured] = []
+    measured: list[Measured] = []
     reference: Tensor | None = None
     for threshold in (0.0, *THRESHOLDS):
         steps = CachedSteps(transformer, digits.ranks, calls=digits.evaluations)
@@ -57,12 +57,12 @@ def measure(run: Path, count: int) -> list[Measured]:
             transformer.disable_cache()
         reference = samples if reference is None else reference
         recognised = recognise_digits(samples, digits.labels).fraction
-        found.append(Measured(threshold, skipped, seconds, psnr(samples, reference), recognised))
-        print(found[-1], flush=True)
-    return found
+        measured.append(Measured(threshold, skipped, seconds, psnr(samples, reference), recognised))
+        print(measured[-1], flush=True)
+    return measured
 
 
-def draw(measured: list[Measured], path: Path) -> None:
+def draw_thresholds(measured: list[Measured], path: Path) -> None:
     """Plot quality and time against the threshold."""
     plain, *cached = measured
     panels = [
@@ -77,7 +77,7 @@ def draw(measured: list[Measured], path: Path) -> None:
 def main(run: str, plot: str, count: str = "20") -> None:
     """Measure, and draw the plot."""
     torch.set_num_threads(1)
-    draw(measure(Path(run).absolute(), int(count)), Path(plot))
+    draw_thresholds(measure_thresholds(Path(run).absolute(), int(count)), Path(plot))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Trace:
     exposed: float
 
 
-def record(step: Callable[[], object], path: Path | None = None) -> list[dict[str, Any]]:
+def record_trace(step: Callable[[], object], path: Path | None = None) -> list[dict[str, Any]]:
     """Run a step under the profiler. Returns: the events of the trace, which is also written to `path`."""
     BUFFERS.forget()  # what a step needs is counted, not what an earlier one left
     with traced(memory=True) as profiler:

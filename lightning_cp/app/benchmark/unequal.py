@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_cp.app.benchmark.subject import Subject, modes
-from lightning_cp.app.benchmark.workloads import model_arguments, one_process
+from lightning_cp.app.benchmark.workloads import model_arguments, one_process_subjects
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.kernels import choose_kernel
 
@@ -36,21 +36,21 @@ def shares(config: DictConfig, device: torch.device) -> list[Subject]:
     is_slow = dist.get_rank() == world - 1
 
     def step_of(parallel: Any, by_speed: list[int] | None) -> Callable[[], object]:
-        own = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         if parallel is not None:
-            parallelize(own, parallel, shares=by_speed)
+            parallelize(copied, parallel, shares=by_speed)
 
         @torch.inference_mode()
         def step() -> None:
             if parallel is not None and is_slow:
                 with half_speed(arguments["hidden_states"]):
-                    own(**arguments)
+                    copied(**arguments)
             else:
-                own(**arguments)
+                copied(**arguments)
 
         return step
 
-    subjects = one_process(lambda: step_of(None, None), device)[:1]
+    subjects = one_process_subjects(lambda: step_of(None, None), device)[:1]
     by_speed = [2] * (world - 1) + [1]
     for name, parallel in modes(world).items():
         subjects.append(Subject(f"{name}, equal shares", functools.partial(step_of, parallel, None)))

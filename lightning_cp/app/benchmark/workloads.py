@@ -55,7 +55,7 @@ def attention(config: DictConfig, length: int, device: torch.device) -> list[Sub
     def peer(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
         return step_of(build(sizes), sharded)
 
-    subjects = one_process(lambda: step_of(_plain_attention), device)
+    subjects = one_process_subjects(lambda: step_of(_plain_attention), device)
     subjects += _calls(step_of, config.heads, length) + _own_modes(step_of, length)
     subjects.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
     peer_builders = peers.attentions(device)
@@ -70,7 +70,7 @@ def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subj
     step_of = functools.partial(_attention_step, config, length, device)
     # On a GPU use the same kernel as our modes: PyTorch may choose another one.
     call = _lightning_cp_kernel if device.type == "cuda" else _plain_attention
-    subjects = one_process(lambda: step_of(call), device)
+    subjects = one_process_subjects(lambda: step_of(call), device)
     return subjects + _calls(step_of, config.heads, length, call) + _own_modes(step_of, length)
 
 
@@ -193,8 +193,8 @@ class _Loop:
         name, x = next((name, x) for name, x in self.arguments.items() if isinstance(x, Tensor))
         self.scheduler.set_timesteps(_STEPS, device=x.device)
         for time in self.scheduler.timesteps:
-            given = {key: _two_samples(value) for key, value in {**self.arguments, name: x}.items()}
-            unguided, guided = model(**given)[0].chunk(2)
+            inputs = {key: _two_samples(value) for key, value in {**self.arguments, name: x}.items()}
+            unguided, guided = model(**inputs)[0].chunk(2)
             x = self.scheduler.step(unguided + 3.0 * (guided - unguided), time, x)[0]
         return x
 
@@ -239,8 +239,8 @@ def _stages(config: DictConfig, device: torch.device) -> list[Subject]:
             x = latents
             with torch.no_grad():
                 for _ in range(_STEPS):
-                    given = {key: _two_samples(value) for key, value in {**arguments, name: x}.items()}
-                    unguided, guided = model(**given)[0].chunk(2)
+                    inputs = {key: _two_samples(value) for key, value in {**arguments, name: x}.items()}
+                    unguided, guided = model(**inputs)[0].chunk(2)
                     x = x - 0.01 * (unguided + 3.0 * (guided - unguided))
                     clock.end_step()
                 resolve_all(x)
@@ -275,7 +275,7 @@ def _model_subjects(
     def peer(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
         return step_of(enable(copied(model)), averaged=True)
 
-    subjects = one_process(lambda: step_of(copied(model), averaged=False), device)
+    subjects = one_process_subjects(lambda: step_of(copied(model), averaged=False), device)
     for name, x in modes(dist.get_world_size()).items():
         subjects += [
             Subject(name, functools.partial(own_mode, x)),
@@ -285,7 +285,7 @@ def _model_subjects(
     return subjects + [Subject(name, functools.partial(peer, x), is_peer=True) for name, x in peer_builders.items()]
 
 
-def one_process(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
+def one_process_subjects(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
     """List one process: with one thread, and with one thread per core."""
     if device.type == "cuda":
         return [Subject(SINGLE_RANK, build, rank_zero_only=True)]

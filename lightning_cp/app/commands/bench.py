@@ -46,7 +46,7 @@ def measure_all(config: DictConfig) -> None:
     import torch.distributed as dist
 
     from lightning_cp.app.benchmark import workloads
-    from lightning_cp.app.benchmark.measure import measure
+    from lightning_cp.app.benchmark.measure import measure_subjects
     from lightning_cp.app.benchmark.report import rows_of
     from lightning_cp.app.benchmark.unequal import shares
 
@@ -81,14 +81,16 @@ def measure_all(config: DictConfig) -> None:
     for name, length, subjects_of in sets:
         subjects = [x for x in subjects_of() if config.peers or not x.is_peer]
         traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
-        found = measure(subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces)
+        figures = measure_subjects(
+            subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces
+        )
         if dist.get_rank() == 0:
             with Path(config.result).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows_of(name, length, world, found)) + "\n")
+                file.write(json.dumps(rows_of(name, length, world, figures)) + "\n")
     dist.destroy_process_group()
 
 
-def check(config: DictConfig) -> str:
+def check_benchmark(config: DictConfig) -> str:
     """Describe what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
         return check_stages(config)
@@ -153,7 +155,7 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         for path in written:
             with writing_new(page if path.suffix == ".md" else page.with_name(path.name)) as copy:
                 copy.write_bytes(path.read_bytes())
-    missed = [check for found in results.values() for check in found.checks if check.passed is False]
+    missed = [check for stage_result in results.values() for check in stage_result.checks if check.passed is False]
     failed = [name for name in config.stages if name in results and results[name].error]
     not_run = [name for name in config.stages if name not in results]
     for check in missed:
@@ -172,10 +174,10 @@ def _real_workloads(config: DictConfig) -> list[str]:
 @hydra.main(version_base="1.3", config_path=conf_dir("bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
-    from lightning_cp.app.benchmark.plots import draw, draw_data
+    from lightning_cp.app.benchmark.plots import draw_data, draw_workload
     from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
 
-    problem = check(config)
+    problem = check_benchmark(config)
     if problem:
         sys.exit(f"error: {problem}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
@@ -204,14 +206,14 @@ def main(config: DictConfig) -> None:
                 print(f"error: {outcome.failure.describe()}", file=sys.stderr)
                 sys.exit(outcome.exit_code)
             sets = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
-        for found in sets:
-            rows += found
-            for title, cells in tables(found):
+        for rows_of_set in sets:
+            rows += rows_of_set
+            for title, cells in tables(rows_of_set):
                 console.print(terminal_table(title, cells))
     write_csv(rows, folder / "bench.csv")
     drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]
     for path in drawn:
-        plot = draw_data if path.stem == "bench_data" else draw
+        plot = draw_data if path.stem == "bench_data" else draw_workload
         plot([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
     if config.page is not None:
         page = Path(config.page)

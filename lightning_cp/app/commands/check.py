@@ -26,7 +26,7 @@ from lightning_cp.launch.scratch import temporary_folder
 
 
 @reads_settings
-def check(config: DictConfig) -> None:
+def check_modes(config: DictConfig) -> None:
     """Check every mode on every rank; rank 0 writes a line per mode."""
     import torch.distributed as dist
 
@@ -39,22 +39,21 @@ def check(config: DictConfig) -> None:
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
     plan = None if config.plan is None else _load(config.plan, "plan")
     for name, chosen in modes(n).items():
-        found = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
+        result = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
         if dist.get_rank() == 0:
             row = {
                 "mode": name,
                 "model": type(module).__name__,
-                "output": found.output_error,
-                "gradient": found.gradient_error,
-                "passed": found.passed,
-                "text": str(found),
+                "output": result.output_error,
+                "gradient": result.gradient_error,
+                "passed": result.passed,
+                "text": str(result),
             }
             with Path(config.result).open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(row)}\n")
 
 
 def _load(location: str, name: str) -> Any:
-    """Return `name` from a Python file or a module."""
     return load_target(f"{location}:{name}")
 
 
@@ -89,7 +88,7 @@ def run(config: DictConfig) -> int:
     with temporary_folder() as folder:
         result, settings = folder / "result.jsonl", folder / "settings.yaml"
         OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
-        job = Job(f"{__name__}:check", settings, config.ranks, folder / "logs", threads=1)
+        job = Job(f"{__name__}:check_modes", settings, config.ranks, folder / "logs", threads=1)
         result_of_job = LocalLauncher(limit_s=config.limit_s).launch(job)
         rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     if rows:

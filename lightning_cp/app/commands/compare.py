@@ -20,7 +20,7 @@ RANKS = 3
 HEADS, HEAD_DIM = 6, 8
 
 
-def measure(_: Path) -> None:
+def compare_with_diffusers(_: Path) -> None:
     """Compare on every rank; rank 0 prints."""
     import warnings
 
@@ -142,7 +142,7 @@ def main() -> int:
     with temporary_folder() as folder:
         settings = folder / "settings.yaml"
         settings.write_text("{}")
-        target = f"{__name__}:measure"
+        target = f"{__name__}:compare_with_diffusers"
         result = LocalLauncher().launch(Job(target, settings, RANKS, folder / "logs", threads=1))
     if result.failure is not None:
         print(f"error: {result.failure.describe()}", file=sys.stderr)

@@ -63,9 +63,9 @@ def try_modes(config: DictConfig) -> None:
         _forward_backward(attend, local, transposed=False)  # the first call builds groups
         dist.barrier()
         started = time.perf_counter()
-        found = _forward_backward(attend, local, transposed=False)
+        actual = _forward_backward(attend, local, transposed=False)
         elapsed = time.perf_counter() - started
-        pairs = zip(found, expected, strict=True)
+        pairs = zip(actual, expected, strict=True)
         errors = [float((a - torch.tensor_split(b, world, dim=1)[rank]).abs().max()) for a, b in pairs]
         worst = torch.tensor([max(errors), elapsed], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)

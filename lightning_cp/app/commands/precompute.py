@@ -59,10 +59,10 @@ def encode(config: DictConfig) -> None:
         progress=config.progress,
     )
     if ranks.rank == 0:
-        report(result, Path(config.output))
+        report_precomputed(result, Path(config.output))
 
 
-def report(result: object, output: Path) -> None:
+def report_precomputed(result: object, output: Path) -> None:
     """Print what happened to every file."""
     from lightning_cp.finetune.latent_cache import LatentCache
     from lightning_cp.finetune.precompute import Precomputed

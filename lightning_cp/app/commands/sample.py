@@ -44,7 +44,7 @@ def sample(config: DictConfig) -> None:
     seconds = (from_pipeline if config.trained is None else from_checkpoint)(config, fabric, album, parallel)
     has_sheet = album.draw_sheet(folder / "contact_sheet.png")
     if fabric.is_global_zero:
-        summarise(folder, seconds, config, has_sheet=has_sheet)
+        summarise_sampling(folder, seconds, config, has_sheet=has_sheet)
 
 
 def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
@@ -114,28 +114,28 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.finetune.lora_file import load_lora
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
-    from lightning_cp.pipelines.components import components_of, transformers_of
+    from lightning_cp.pipelines.components import components_of, planned_transformers
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     dtype = precisions[config.precision]
-    given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
-    pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
+    on_meta = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, components=on_meta)
     if config.lora is not None:
         load_lora(pipe, Path(config.lora))
     inputs = call_arguments(config)
     check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)
-    if config.stages == "together" and not given:
+    if config.stages == "together" and not on_meta:
         pipe.to(fabric.device)
-    transformers = transformers_of(pipe, components_of(pipe)).values()
+    transformers = planned_transformers(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
     stall_s = OmegaConf.select(config, "strategy.stall_s", default=None)
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), stall_s=stall_s, **overrides)
-    if config.stages == "together" and given:  # each rank has loaded its stage
+    if config.stages == "together" and on_meta:  # each rank has loaded its stage
         pipe.to(fabric.device)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
@@ -162,15 +162,15 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
     from lightning_cp.finetune.media.images import open_image
 
     names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
-    given = {name: config[name] for name in names if config[name] is not None}
-    given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
-    if "image" in given:
-        with open_image(given["image"]) as image:
-            given["image"] = image.convert("RGB")
-    return given
+    arguments = {name: config[name] for name in names if config[name] is not None}
+    arguments |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
+    if "image" in arguments:
+        with open_image(arguments["image"]) as image:
+            arguments["image"] = image.convert("RGB")
+    return arguments
 
 
-def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
+def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
     with writing_new(folder / "timings.json", "The samples are kept") as path:
         path.write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")

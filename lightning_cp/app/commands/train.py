@@ -28,7 +28,7 @@ def train(config: DictConfig) -> None:
     from lightning_cp.app.denoisers import save_conditioning
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
-    from lightning_cp.app.training.fit import fit
+    from lightning_cp.app.training.fit import fit_model
     from lightning_cp.app.training.from_scratch import FromScratch
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
@@ -59,16 +59,16 @@ def train(config: DictConfig) -> None:
                 save_conditioning(run.state.module, run.folder.path, writes=run.is_first)
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-            summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
+            summarise_training(config, run, recognised=recognised, seconds=time.perf_counter() - started)
 
-    fit(config, FromScratch.of, after_step=draw_sometimes, at_end=finish)
+    fit_model(config, FromScratch.of, after_step=draw_sometimes, at_end=finish)
 
 
 def fine_tune(config: DictConfig) -> None:
     """Fine-tune a pretrained transformer on every rank."""
     from lightning_cp.app.sampling.prompts import PromptPictures
     from lightning_cp.app.training.finetune import FineTune
-    from lightning_cp.app.training.fit import fit
+    from lightning_cp.app.training.fit import fit_model
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
     from lightning_cp.export import on_rank_zero
@@ -87,12 +87,12 @@ def fine_tune(config: DictConfig) -> None:
             on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-            summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
+            summarise_training(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
 
-    fit(config, FineTune.of, after_step=draw_sometimes, at_end=finish)
+    fit_model(config, FineTune.of, after_step=draw_sometimes, at_end=finish)
 
 
-def summarise(
+def summarise_training(
     config: DictConfig, run: Any, *, seconds: float, recognised: float | None = None, files: str = "samples/final.png"
 ) -> None:
     """Print in a few lines what was done and where the files are."""

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.card_sections import add_section
-from lightning_cp.app.metrics import read_rows
+from lightning_cp.app.metrics import read_metric_rows
 from lightning_cp.app.runs import sweep
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
@@ -76,11 +76,11 @@ def compare(config: DictConfig, here: Path, alone: Path) -> Certificate:
 
     Raises: ValueError: a file is damaged, or they have no common steps.
     """
-    losses = [{int(row["step"]): row["loss"] for row in read_rows(path)} for path in (here, alone)]
+    losses = [{int(row["step"]): row["loss"] for row in read_metric_rows(path)} for path in (here, alone)]
     steps = sorted(losses[0].keys() & losses[1].keys())[:STEPS]
     if not steps:
         raise ValueError(f"{here} and {alone} have no common steps")
-    ours, theirs = ([found[step] for step in steps] for found in losses)
+    ours, theirs = ([losses_of_run[step] for step in steps] for losses_of_run in losses)
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True)]
     largest = next((x for x in differences if x != x), max(differences))  # nan must not be lost
     return Certificate(
@@ -95,7 +95,7 @@ def compare(config: DictConfig, here: Path, alone: Path) -> Certificate:
     )
 
 
-def one_process(config: DictConfig, resolved: DictConfig) -> DictConfig:
+def one_process_config(config: DictConfig, resolved: DictConfig) -> DictConfig:
     """Return the configuration of the first steps of the same run on one process: no pictures, exports or loggers.
 
     Args:
@@ -137,7 +137,7 @@ def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[
         check: checks and resolves the configuration of the one process.
     """
     folder = Path(resolved.run_dir)
-    alone: DictConfig = check(one_process(config, resolved)).config
+    alone: DictConfig = check(one_process_config(config, resolved)).config
     hydra = folder / FOLDER / ".hydra"
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     hydra.mkdir(parents=True)

@@ -65,8 +65,8 @@ class Outcome:
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
     """Read the outcomes of a sweep's jobs, sorted by job number."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in (sweep / _FOLDER).glob("*.json"))
-    outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in found]
+    entries = (json.loads(path.read_text(encoding="utf-8")) for path in (sweep / _FOLDER).glob("*.json"))
+    outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in entries]
     return sorted(outcomes, key=lambda outcome: outcome.job)
 
 

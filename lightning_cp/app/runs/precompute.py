@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.runs.run_folder import check_writable
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
@@ -51,8 +51,8 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     _check_paths(path, output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
-    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
-    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
+    machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **machine_settings, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
     name = str(read(config, "model.pretrained"))
     source = Path(name).expanduser()
@@ -63,11 +63,10 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     paths = {"output": str(output), "data": {"path": str(path)}}
     if is_first(env):
         check_writable(output, "output")
-    return CheckedRun(resolve(OmegaConf.merge(config, settled, paths)), world)
+    return CheckedRun(resolve_config(OmegaConf.merge(config, settled, paths)), world)
 
 
 def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:
-    """Return the number of ranks of this node, or "auto" if a launcher has started them."""
     vae_ranks, devices = read(config, "precompute.vae_ranks"), read(config, "devices")
     if devices == "auto" and env is None:
         devices = machine.gpus if read(config, "accelerator") != "cpu" else 0
@@ -77,8 +76,8 @@ def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> i
     )
     if number % vae_ranks:
         raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
-    found: int | str = devices
-    return found
+    ranks: int | str = devices
+    return ranks
 
 
 def _path(config: DictConfig, key: str) -> Path:

@@ -76,7 +76,7 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     requeued = requeued_checkpoint(config)
     resume = resumed_checkpoint(config, requeued)
     with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": resume}))
-    resolved = resolve(with_world)
+    resolved = resolve_config(with_world)
     check_trainer(resolved)
     return CheckedRun(resolved, world, resumes_requeued=requeued is not None)
 
@@ -100,23 +100,23 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
         result = attempt(config, env, target=target, check=check)
         if not result.began and not is_first(env):
             result = _after_rank_zero_reported(result, env)
-        exit_code = report(result, str(config.get("run_dir")))
+        exit_code = report_result(result, str(config.get("run_dir")))
         if exit_code:
             sys.exit(exit_code)
         return None
     folder, started = sweep.this_sweep(), time.monotonic()
     # Under a launcher, each rank uses its own record of failed jobs: rank 0's files may not be visible to it yet.
-    failed_before = sweep.is_stopped(folder) if env is None else folder in _failed
+    failed_before = sweep.is_sweep_stopped(folder) if env is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
-        return sweep.record(config, None, started).objective if is_first(env) else math.nan
+        return sweep.record_job(config, None, started).objective if is_first(env) else math.nan
     result = attempt(config, env, target=target, check=check)
-    report(result, HydraConfig.get().runtime.output_dir)
+    report_result(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
         _failed.add(folder)
-    outcome = sweep.record(config, result, started) if is_first(env) else None
+    outcome = sweep.record_job(config, result, started) if is_first(env) else None
     if result.was_stopped or (env is not None and result.failure is not None and result.began):
         if is_first(env):
-            sweep.summarise(folder)  # do not return to Hydra: under a launcher, other ranks may wait forever
+            sweep.summarise_sweep(folder)  # do not return to Hydra: under a launcher, other ranks may wait forever
         sys.exit(result.exit_code)
     return math.nan if outcome is None else outcome.objective
 
@@ -194,7 +194,7 @@ def threads_per_rank(world: World, machine: Machine) -> int:
     return max(1, machine.cores // world.devices)
 
 
-def report(result: Result, run_dir: str) -> int:
+def report_result(result: Result, run_dir: str) -> int:
     """Print why a job failed. Returns: the exit code of the job."""
     failure = result.failure
     if failure is None:
@@ -212,7 +212,7 @@ def report(result: Result, run_dir: str) -> int:
     return failure.exit_code
 
 
-def resolve(config: DictConfig | ListConfig) -> DictConfig:
+def resolve_config(config: DictConfig | ListConfig) -> DictConfig:
     """Resolve all interpolations. Raises: SettingsError: a value is missing, or an interpolation cannot be resolved."""
     try:
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))

@@ -56,24 +56,29 @@ class CheckFolder(Callback):
 
     @override
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _create(config, "run")
+        _create(config, "hydra.run.dir")
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _create(config, "sweep")
+        _create(config, "hydra.sweep.dir")
 
 
-def _create(config: DictConfig, kind: str) -> None:
-    key = f"hydra.{kind}.dir"
-    try:
-        folder = Path(str(OmegaConf.select(config, key)))
-    except OmegaConfBaseException:  # Hydra reports it when it reads the key itself
+def _create(config: DictConfig, key: str) -> None:
+    folder = _folder_in(config, key)
+    if folder is None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print_error(not_writable(key, folder, error))
         raise SystemExit(_REFUSED_EXIT_CODE) from None
+
+
+def _folder_in(config: DictConfig, key: str) -> Path | None:
+    try:
+        return Path(str(OmegaConf.select(config, key)))
+    except OmegaConfBaseException:  # Hydra reports it when it reads the key itself
+        return None
 
 
 def claim(requested: Path) -> Path:
@@ -186,9 +191,8 @@ def not_writable(setting: str, folder: Path, error: OSError, *, within: Path | N
 def _choose_folder(config: DictConfig, kind: str) -> None:
     """Choose and lock the folder of a run (`kind` "run") or a multirun (`kind` "sweep"). Exits on error."""
     key = f"hydra.{kind}.dir"
-    try:
-        requested = Path(str(OmegaConf.select(config, key)))
-    except OmegaConfBaseException:  # Hydra reports it when it reads the key itself
+    requested = _folder_in(config, key)
+    if requested is None:
         return
     unresolved: Any = OmegaConf.to_container(config.hydra[kind], resolve=False)
     is_new = "${now:" in unresolved["dir"]

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_cp.app.runs import sweep
-from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.app.settings.formats import check_format
@@ -51,7 +51,7 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
     with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches and stages of blocks as data groups
         with_world.strategy.data_parallel = world.data_parallel * world.cfg * world.pipe
-    resolved: Any = OmegaConf.merge(resolve(with_world), OmegaConf.create(source))
+    resolved: Any = OmegaConf.merge(resolve_config(with_world), OmegaConf.create(source))
     check_trainer(resolved)
     if resolved.prompts == []:
         raise SettingsError("prompts=[] is not valid: give at least one prompt, or null for none")
@@ -73,8 +73,8 @@ def _lora(config: DictConfig) -> str | None:
         path = Path(str(chosen))
         if not path.exists():
             raise SettingsError(f"lora={chosen} does not exist: it must be last, or the folder or file of an adapter")
-        found = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
-        for file in found:
+        candidates = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
+        for file in candidates:
             if file.is_file():
                 return str(file.absolute())
         raise SettingsError(f"lora={chosen} has no {_LORA_FILE}, and no subfolder lora that has one")

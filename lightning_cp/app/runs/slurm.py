@@ -78,10 +78,13 @@ def check_sweep(config: DictConfig) -> None:
     """
     if config.hydra.runtime.choices.get("launcher") != "slurm":
         return
+    swept = {
+        str(override).partition("=")[0].lstrip("+")
+        for override in config.hydra.overrides.task
+        if _is_swept(str(override))
+    }
     for key in ("devices", "num_nodes", "accelerator"):
-        if any(
-            override.partition("=")[0].lstrip("+") == key and _is_swept(override) for override in _overrides(config)
-        ):
+        if key in swept:
             raise SettingsError(
                 f"{key} cannot be swept with launcher=slurm: all jobs of a sweep request the same resources"
             )
@@ -96,10 +99,6 @@ def check_sweep(config: DictConfig) -> None:
             "devices=auto is not valid with launcher=slurm: set devices to the number of GPUs per node, or use "
             "accelerator=cpu"
         )
-
-
-def _overrides(config: DictConfig) -> list[str]:
-    return [str(override) for override in config.hydra.overrides.task]
 
 
 def _is_swept(override: str) -> bool:

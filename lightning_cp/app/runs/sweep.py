@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_cp.app.metrics import read_rows, show_from_zero
+from lightning_cp.app.metrics import read_metric_rows, show_from_zero
 from lightning_cp.app.runs import slurm
 from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes
 from lightning_cp.app.settings.table import SettingsError
@@ -68,12 +68,12 @@ def this_sweep() -> Path:
     return Path(HydraConfig.get().sweep.dir).absolute()
 
 
-def is_stopped(sweep: Path) -> bool:
+def is_sweep_stopped(sweep: Path) -> bool:
     """Return True if an earlier job of the sweep failed."""
     return any(outcome.status is Status.FAILED for outcome in read_outcomes(sweep))
 
 
-def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
+def record_job(config: DictConfig, result: Result | None, started: float) -> Outcome:
     """Write and return the outcome of a job.
 
     Args: result: result of the job, None if it was skipped. started: `time.monotonic()` before the job.
@@ -82,7 +82,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
     run = Path(hydra.runtime.output_dir)
     ran = result is not None and result.began
     metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
-    rows = list(read_rows(metrics)) if ran and _is_newer(metrics, started) else []
+    rows = list(read_metric_rows(metrics)) if ran and _is_newer(metrics, started) else []
     resolved_config = OmegaConf.load(resolved) if ran and resolved.is_file() else config
     validated = [row["val_loss"] for row in rows if not math.isnan(row.get("val_loss", math.nan))]
     failure = None if result is None else result.failure
@@ -106,7 +106,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
     return outcome
 
 
-def summarise(sweep: Path) -> int:
+def summarise_sweep(sweep: Path) -> int:
     """Write `sweep.csv` and `sweep.png`, and print a table. Returns: exit code, 1 if a job failed or none was found."""
     outcomes = read_outcomes(sweep)
     if not outcomes:
@@ -151,7 +151,7 @@ class SweepSummary(Callback):
         if not is_first(launcher_env(os.environ)):
             return
         try:
-            exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+            exit_code = summarise_sweep(Path(config.hydra.sweep.dir).absolute())
         except OSError as error:  # Hydra would only warn
             print_error(error)
             exit_code = 1
@@ -185,7 +185,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     palette = [f"C{i % 10}" for i in range(len(trained))]  # line styles distinguish more than ten
     noise = []
     for i, outcome in enumerate(trained):
-        rows = list(read_rows(Path(outcome.folder) / "metrics.csv"))
+        rows = list(read_metric_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         if outcome.status is Status.FAILED:

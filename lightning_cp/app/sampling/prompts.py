@@ -75,9 +75,9 @@ class PromptPictures:
         add_section(folder / CARD, "Samples", ["![Samples](samples.png)", "", f"With {settings}:", "", *prompts])
 
     def _prepare(self, run: Run) -> None:
-        config, given = self._config, OmegaConf.to_container(self._config.sampling.call)
-        assert isinstance(given, dict), "checked before the start"
-        call = {**_usual_size(run, config), "num_inference_steps": config.sampling.num_inference_steps, **given}
+        config, call_settings = self._config, OmegaConf.to_container(self._config.sampling.call)
+        assert isinstance(call_settings, dict), "checked before the start"
+        call = {**_usual_size(run, config), "num_inference_steps": config.sampling.num_inference_steps, **call_settings}
         self._sampler = PromptSampler(
             config.model.pretrained,
             list(config.sampling.prompts),

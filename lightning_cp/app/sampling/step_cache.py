@@ -37,8 +37,8 @@ def enable_cache(settings: Any, transformers: Iterable[Any], timestep: Callable[
 
 def skipped_fraction(transformers: Iterable[nn.Module]) -> float:
     """Return the fraction of module calls that step caches skipped, of all calls of modules that they may skip."""
-    found = [installed_on(module) for module in transformers]
-    hooks = [watched for installed in found if installed is not None for watched in installed.caches.hooks]
+    states = [installed_on(module) for module in transformers]
+    hooks = [watched for installed in states if installed is not None for watched in installed.caches.hooks]
     total = sum(watched.skipped + watched.computed for watched in hooks)
     return sum(watched.skipped for watched in hooks) / total if total else 0.0
 

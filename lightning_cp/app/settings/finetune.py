@@ -88,7 +88,6 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
 
 
 def _check_lora(config: DictConfig) -> None:
-    """Check the adapter's settings."""
     lora = config.get("lora")
     if lora is None:
         return
@@ -115,7 +114,6 @@ def _check_lora(config: DictConfig) -> None:
 
 
 def _check_lists(config: DictConfig) -> None:
-    """Check quantiles and ranges."""
     quantiles = read(config, "validation.quantiles")
     rule = Number(above=0, below=1)
     if not (isinstance(quantiles, list) and quantiles and all(map(rule.passes, quantiles))) or len(
@@ -174,15 +172,14 @@ def _check_quantised(config: DictConfig, weights: str) -> None:
 
 
 def _check_quantize(config: DictConfig) -> None:
-    """Check model.quantize."""
     if read(config, "model.quantize") is None:
         return
     _check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
     try:
-        found = importlib.util.find_spec("optimum.quanto")
+        spec = importlib.util.find_spec("optimum.quanto")
     except ModuleNotFoundError:  # optimum
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise SettingsError(
             "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
             "use model.quantize=null"
@@ -229,7 +226,6 @@ def _check_tokens(config: DictConfig) -> None:
 
 
 def _check_encoding(config: DictConfig) -> None:
-    """Check sizes and frames of data=folder."""
     sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
     pair, count = Each(Integer(1), 2), Integer(1)
     if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(pair.passes, sizes))):

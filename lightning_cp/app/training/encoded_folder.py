@@ -20,9 +20,9 @@ _POLL_S = 0.5
 def _rank_and_folder(run_dir: str) -> tuple[int, Path]:
     """Return this rank and rank 0's run folder: with another launcher, ranks compose names with different times."""
     if dist.is_initialized():
-        found = [run_dir]
-        dist.broadcast_object_list(found, src=0)
-        return dist.get_rank(), Path(found[0])
+        run_dirs = [run_dir]
+        dist.broadcast_object_list(run_dirs, src=0)
+        return dist.get_rank(), Path(run_dirs[0])
     slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher_env(slurm) is not None:
         raise DataError(

@@ -22,7 +22,7 @@ from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
-from lightning_cp.export import on_rank_zero, unwrapped
+from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
@@ -97,8 +97,8 @@ class FineTune(TrainingSetup):
     @override
     def module_settings(self) -> dict[str, Any]:
         quantiles, component = self.config.validation.quantiles, self.config.model.component
-        own = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
-        return {**super().module_settings(), **own}
+        settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
+        return {**super().module_settings(), **settings}
 
     @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:
@@ -171,18 +171,18 @@ def _objective(config: DictConfig, family: Family) -> Objective:
     component = config.model.component
     default = objective_for(family, seed=config.seed, component=component, cond_dropout=config.cond_dropout)
     valid = [name for name in map(str, config.objective) if hasattr(default, name)]
-    given = {str(name): value for name, value in config.objective.items() if value is not None}
-    for name, value in given.items():
+    chosen = {str(name): value for name, value in config.objective.items() if value is not None}
+    for name, value in chosen.items():
         if name not in valid:
             raise ValueError(
                 f"objective.{name}={value} is not valid for {family.name}, which is trained with "
                 f"{type(default).__name__}: its settings are objective.{', objective.'.join(valid)}"
             )
         if OmegaConf.is_list(value):
-            given[name] = tuple(value)
-    if "density" in given:
-        given["density"] = instantiate(given["density"])
-    objective = replace(default, **given)
+            chosen[name] = tuple(value)
+    if "density" in chosen:
+        chosen["density"] = instantiate(chosen["density"])
+    objective = replace(default, **chosen)
     _report_range(objective, family, component)
     return objective
 
@@ -252,7 +252,7 @@ def _check_validation(config: DictConfig, cache: LatentCache) -> None:
 
 def _rank_and_alpha(run: Run) -> dict[str, float]:
     """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
-    model: Any = unwrapped(run.tuning.transformer)
+    model: Any = diffusers_model_of(run.tuning.transformer)
     (adapter,) = model.peft_config.values()
     return {"rank": adapter.r, "alpha": adapter.lora_alpha}
 

@@ -10,7 +10,7 @@ from lightning_cp.app.training.with_fabric import fit_with_fabric
 from lightning_cp.app.training.with_trainer import fit_with_trainer
 
 
-def fit(
+def fit_model(
     config: DictConfig,
     build: Callable[[DictConfig], TrainingSetup],
     *,

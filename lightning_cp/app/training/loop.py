@@ -193,12 +193,12 @@ class Steps:
     def _save(self) -> None:
         """Save a checkpoint if the weights are finite: non-finite weights must not replace a good checkpoint."""
         state = self._run.state
-        found = find_nonfinite(state.named_tensors(), self._run.ranks)
-        state.is_finite = not found
-        if not found:
+        nonfinite = find_nonfinite(state.named_tensors(), self._run.ranks)
+        state.is_finite = not nonfinite
+        if not nonfinite:
             self._writer.save(state.snapshot(shards=self._writer.is_distributed))
             return
-        message = f"after step {state.step} weights are not finite and are not saved: {shorten(found)}"
+        message = f"after step {state.step} weights are not finite and are not saved: {shorten(nonfinite)}"
         if self._guard.on_nonfinite != "ignore":
             self._fail(message)
         if self._run.is_first:
@@ -221,8 +221,8 @@ class Steps:
         if not math.isfinite(self._loss):
             return find_ranks(loss, run.ranks)
         named = ((n, [] if x.grad is None else [x.grad]) for n, x in run.state.module.named_parameters())
-        found = find_nonfinite(named, run.ranks)
-        return f", of {shorten(found)}" if found else ", because finite gradients are too large for it"
+        nonfinite = find_nonfinite(named, run.ranks)
+        return f", of {shorten(nonfinite)}" if nonfinite else ", because finite gradients are too large for it"
 
     def _complete(self) -> None:
         self._writer.wait()
@@ -234,8 +234,8 @@ class Steps:
         seconds = self._ended - before
         tokens = state.sampler.batch_size * self._settings.tokens
         rate = self._settings.lr_at(state.step)
-        found = self._validate(self._run)
-        val_loss = math.nan if found is None else found
+        measured_loss = self._validate(self._run)
+        val_loss = math.nan if measured_loss is None else measured_loss
         report = StepReport(
             state.step,
             self._loss,
@@ -250,5 +250,5 @@ class Steps:
         )
         for watcher in self._watchers if self._run.is_first else ():
             watcher.watch(report)
-        if found is not None:
+        if measured_loss is not None:
             self._ended = time.perf_counter()  # validation is no part of the next step

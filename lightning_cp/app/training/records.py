@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_rows, show_from_zero
+from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_metric_rows, show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import no_link, writing, writing_new
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
+_WINDOW = 25  # rows of the running mean
 
 
 class MetricsFile(Watcher):
@@ -96,7 +97,7 @@ def read_metrics(path: Path) -> list[StepReport]:
     """Read the rows of a `metrics.csv`. Raises: FileNotFoundError, ValueError: it does not exist, or is damaged."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    rows = list(read_rows(path))
+    rows = list(read_metric_rows(path))
     defaults = {x.name: x.default for x in fields(StepReport) if x.default is not MISSING}  # columns of later versions
     missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in defaults]
     if missing:
@@ -106,19 +107,19 @@ def read_metrics(path: Path) -> list[StepReport]:
     return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]
 
 
-def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
-    """Plot the loss and its running mean over `window` rows as a PNG."""
+def draw_loss_curve(metrics: Path, picture: Path) -> None:
+    """Plot the loss and its running mean as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
     rows = read_metrics(metrics)
     steps, losses = [row.step for row in rows], [row.loss for row in rows]
-    means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+    means = [sum(losses[max(0, i - _WINDOW + 1) : i + 1]) / min(i + 1, _WINDOW) for i in range(len(losses))]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="a step")
-    axes.plot(steps, means, color="tab:blue", linewidth=1.8, label=f"mean of {window}")
+    axes.plot(steps, means, color="tab:blue", linewidth=1.8, label=f"mean of {_WINDOW}")
     axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)")
     show_from_zero(axes)
     axes.grid(alpha=0.3)

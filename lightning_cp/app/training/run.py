@@ -82,8 +82,8 @@ class Run:
         device = self.ranks.device
         requests = numbers_on(device, [self.request.number == number for number in STOP_SIGNALS], torch.float64)
         both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), requests])
-        found = self.ranks.all_reduce(both, reduce_op="mean").tolist()
-        means, shares = found[: len(values)], found[len(values) :]
+        averages = self.ranks.all_reduce(both, reduce_op="mean").tolist()
+        means, shares = averages[: len(values)], averages[len(values) :]
         return means, next((number for number, share in zip(STOP_SIGNALS, shares, strict=True) if share), 0)
 
     def raise_if_stop_requested(self) -> None:

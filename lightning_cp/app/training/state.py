@@ -71,7 +71,10 @@ class TrainState:
 
         Args: shards: True keeps DTensors sharded; False gathers whole tensors on the CPU.
         """
-        states = {**self._states(shards=shards), "random": self._random_states()}
+        states = {
+            **self._states(shards=shards),
+            "random": random_states(self.sampler.data_rank, self.sampler.data_size),
+        }
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         if self.base is not None:
             facts["base"] = self.base
@@ -95,7 +98,7 @@ class TrainState:
             )
         options = StateDictOptions(ignore_frozen_params=True)
         get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)  # starts the state, to be filled
-        states = self._shards()
+        states = self._states(shards=True)
         for name in without:
             states["optimizer"]["state"].pop(name, None)
         saved = load_shards(folder, states, verify=verify) if is_sharded else load_checkpoint(folder, verify=verify)
@@ -134,26 +137,15 @@ class TrainState:
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
-    def _random_states(self) -> list[dict[str, Any]]:
-        return random_states(self.sampler.data_rank, self.sampler.data_size)
-
     def _states(self, *, shards: bool) -> dict[str, Any]:
-        if shards:
-            return self._shards()
+        gathered = (lambda state: state) if shards else gather_on_first_rank
         return {
-            "model": gather_on_first_rank(self._without_frozen(self.module.state_dict())),
-            "average": gather_on_first_rank(self.average.state_dict()),
-            "optimizer": self._optimizer_state(whole=True),
+            "model": gathered(self._without_frozen(self.module.state_dict())),
+            "average": gathered(self.average.state_dict()),
+            "optimizer": self._optimizer_state(whole=not shards),
         }
 
-    def _shards(self) -> dict[str, Any]:
-        return {
-            "model": self._without_frozen(self.module.state_dict()),
-            "average": self.average.state_dict(),
-            "optimizer": self._optimizer_state(),
-        }
-
-    def _optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
+    def _optimizer_state(self, *, whole: bool) -> dict[str, Any]:
         """Return the optimizer's state, which is not changed: none for weights that had no gradient yet."""
         options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=True)
         with keeping_optimizers_without_state():
@@ -172,11 +164,10 @@ class TrainState:
     @property
     def bare_optimizer(self) -> Optimizer:
         """Return the user's optimizer, without Fabric's wrapper."""
-        found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return found
+        optimizer: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of weights, averages and optimizer, by name."""
     tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
     return {name: tuple(x.shape) for name, x in tensors.items()}

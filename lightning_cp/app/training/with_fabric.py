@@ -22,7 +22,7 @@ def fit_with_fabric(
     after_step: Callable[[Run], None],
     at_end: Callable[[Run], None],
 ) -> None:
-    """Train with Fabric; see `fit`."""
+    """Train with Fabric; see `fit_model`."""
     fabric: Fabric = instantiate(config.trainer)
     with quiet_lightning():
         fabric.launch()

@@ -33,7 +33,7 @@ class RecipeModule(FineTuning):
     Args:
         setup: data and objective of the run.
         stack: exit stack that closes after the fit.
-        after_step, at_end: see `fit`.
+        after_step, at_end: see `fit_model`.
     """
 
     run: Run
@@ -117,7 +117,7 @@ def fit_with_trainer(
     after_step: Callable[[Run], None],
     at_end: Callable[[Run], None],
 ) -> None:
-    """Train with Lightning's Trainer; see `fit`."""
+    """Train with Lightning's Trainer; see `fit_model`."""
     done = 0 if config.resume is None else parse_manifest(Path(config.resume)).step
     seed_everything(config.seed, verbose=False)
     with ExitStack() as stack, quiet_lightning(), warnings.catch_warnings():

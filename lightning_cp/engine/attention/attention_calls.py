@@ -92,29 +92,33 @@ def _attributes(owner: Any, names: frozenset[str]) -> Iterator[object]:
     if owner is None:
         return
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    own = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
+    instance_attributes = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
     for name in names.difference(_CALLS):
-        found = own.get(name)
-        if found is None:
-            found = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
-        yield getattr(found, "__func__", found) if isinstance(found, (staticmethod, classmethod)) else found
+        attribute = instance_attributes.get(name)
+        if attribute is None:
+            attribute = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
+        yield (
+            getattr(attribute, "__func__", attribute)
+            if isinstance(attribute, (staticmethod, classmethod))
+            else attribute
+        )
     if "super" in names:
         yield from (vars(kind).get(name) for kind in kinds for name in names)
 
 
 def methods_called(kind: type) -> list[str]:
     """List the names of `forward` and `__call__` of a class, and of the methods that these call on the object."""
-    found: dict[str, None] = {}
+    methods: dict[str, None] = {}
     left = list(_CALLS)
     while left:
         name = left.pop()
         function = inspect.unwrap(x) if callable(x := getattr(kind, name, None)) else None
-        if name in found or not isinstance(function, types.FunctionType):
+        if name in methods or not isinstance(function, types.FunctionType):
             continue
-        found[name] = None
+        methods[name] = None
         if not f"{function.__module__ or ''}.".startswith(_FOREIGN):
             left += [name for name in _names(function.__code__) if hasattr(kind, name)]
-    return list(found)
+    return list(methods)
 
 
 def attends(module: nn.Module) -> bool:
@@ -152,9 +156,9 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
     Raises: PlanError: it is.
     """
     processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
-    own = own_function(module)
+    forward = own_function(module)
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in _CALLS]
-    if not may_call_flex and any(calls_flex_attention(function) for function in (own, *methods)):
+    if not may_call_flex and any(calls_flex_attention(function) for function in (forward, *methods)):
         raise PlanError(
             f"{path} calls flex_attention. Its block masks and score functions cannot be split over ranks: it must "
             "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
@@ -166,7 +170,7 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
             "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention. Set "
             "the processor that this class has by default (AttnProcessor2_0, for example)"
         )
-    if makes_attention_call(own, module) or own is type(module).forward:
+    if makes_attention_call(forward, module) or forward is type(module).forward:
         return
     if makes_attention_call(type(module).forward, type(module)):
         raise PlanError(
@@ -178,11 +182,11 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
 
 def hides_processor(module: nn.Module) -> bool:
     """Return True if it is not known whether a module's forward calls its processor: it was replaced or decorated."""
-    own = own_function(module)
-    if not hasattr(module, "set_processor") or makes_attention_call(own, module):
+    forward = own_function(module)
+    if not hasattr(module, "set_processor") or makes_attention_call(forward, module):
         return False
-    if own is type(module).forward:
-        return not is_defined_by(type(module), own)
+    if forward is type(module).forward:
+        return not is_defined_by(type(module), forward)
     return decorated_function(module) is not None
 
 

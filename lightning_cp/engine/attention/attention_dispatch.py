@@ -57,8 +57,8 @@ class AttentionDispatcher:
         sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
             self._mark_intercepted()
-            given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs
-            out: Tensor = without_scope(ORIGINALS[DISPATCH], *given, backend=backend)
+            arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs
+            out: Tensor = without_scope(ORIGINALS[DISPATCH], *arguments, backend=backend)
             return out
         if attention_kwargs:
             raise InterceptionError(
@@ -180,8 +180,8 @@ class AttentionDispatcher:
         if kind is None or base is None:
             return scale
         tokens = sum(call.lengths[modality] for modality in kind.queries)
-        own: float = query.shape[-1] ** -0.5 if scale is None else scale
-        return own * math.sqrt(math.log(tokens, base))
+        local_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
+        return local_scale * math.sqrt(math.log(tokens, base))
 
     def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
         """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.
@@ -231,7 +231,7 @@ class AttentionDispatcher:
         split = [kind for kind in self.kinds or () if kind.keys != LOCAL and not kind.ragged]
         return next((kind for kind in split if self._sizes_of(kind, 0) == sizes), None)
 
-    def _check_distinct(self, found: Attention, sizes: Sizes, keys: int) -> None:
+    def _check_distinct(self, chosen: Attention, sizes: Sizes, keys: int) -> None:
         """Check that token counts distinguish this call from other kinds of attention on every rank.
 
         Raises: ShapeError: on some rank they are equal, because it has too few tokens.
@@ -239,14 +239,14 @@ class AttentionDispatcher:
         call, pairs = self.session.current(), list(zip(*sizes))
         for kind in self.kinds or ():
             modalities = (*kind.queries, *(kind.keys or ()))
-            if kind == found or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
+            if kind == chosen or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
                 continue
             other = list(zip(*self._sizes_of(kind, keys)))
             if pairs != other and any(a == b for a, b in zip(pairs, other)):
                 raise ShapeError(
-                    f"attention of {' + '.join(found.queries)} and of {' + '.join(kind.queries)} have the same numbers "
-                    f"of queries and keys on a rank ({pairs} and {other}, in rank order), which distinguish them: use "
-                    "lower degrees, or more tokens"
+                    f"attention of {' + '.join(chosen.queries)} and of {' + '.join(kind.queries)} have the same "
+                    f"numbers of queries and keys on a rank ({pairs} and {other}, in rank order), "
+                    "which distinguish them: use lower degrees, or more tokens"
                 )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
@@ -258,9 +258,9 @@ class AttentionDispatcher:
             return False
         modalities = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
         is_joint = len([s for s in modalities if self.session.current().lengths.get(s)]) > 1
-        own, call = sizes[1][self.session.groups.context_rank], self.session.current()
+        local_keys, call = sizes[1][self.session.groups.context_rank], self.session.current()
         whole = sum(call.lengths.get(modality, 0) for modality in modalities)
-        return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == whole
+        return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and local_keys != mask.shape[-1] == whole
 
     def _split_mask(self, mask: Tensor, keys: list[int]) -> Tensor:
         """Convert a mask made for local queries and keys to a key mask, or to a query mask over all keys."""
@@ -270,8 +270,8 @@ class AttentionDispatcher:
             return mask[..., :1, :]
         if self.kinds[0].mask == "padded":
             return mask[..., : sum(keys)]
-        own = token_mask(mask)
-        return outer_mask(own, gather_token_mask(own, keys, self.session.groups))
+        local_mask = token_mask(mask)
+        return outer_mask(local_mask, gather_token_mask(local_mask, keys, self.session.groups))
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True

@@ -11,8 +11,8 @@ from torch import nn
 
 def backends_of(module: nn.Module) -> Any:
     """Return diffusers' registry of attention backends; None for a model without any module of diffusers."""
-    found = _dispatch_module(module)
-    return None if found is None else found._AttentionBackendRegistry
+    dispatch_module = _dispatch_module(module)
+    return None if dispatch_module is None else dispatch_module._AttentionBackendRegistry
 
 
 def _dispatch_module(module: nn.Module) -> ModuleType | None:

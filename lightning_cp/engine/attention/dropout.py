@@ -43,7 +43,10 @@ def drop(
     check_recomputation(session.current())
     if torch.compiler.is_compiling() or _is_capturing(input):
         if name != "dropout":
-            raise _not_in_a_graph(name)
+            raise InterceptionError(
+                f"{name} on shards cannot be compiled or captured in a CUDA graph: use nn.Dropout or F.dropout, or do "
+                "not compile this block"
+            )
         return _drop_in_graph(input, p, rank=rank, inplace=inplace)
     return _call_with_rank_seed(lambda: original(*whole), input.device, rank)
 
@@ -97,13 +100,6 @@ def _hash(x: Tensor) -> Tensor:
 def _is_capturing(x: Tensor) -> bool:
     """Return True if x is on a GPU and a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _not_in_a_graph(name: str) -> InterceptionError:
-    return InterceptionError(
-        f"{name} on shards cannot be compiled or captured in a CUDA graph: use nn.Dropout or F.dropout, or do not "
-        "compile this block"
-    )
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

@@ -43,13 +43,13 @@ class MissedCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         tokens = -2 if func is ORIGINALS.get(SDPA) else 0 if func is F.multi_head_attention_forward else None
         scope = SCOPE.current
         if tokens is not None and scope is not None and scope.attention is not None and scope.session is self._session:
-            tensors = dict(zip(("query", "key", "value"), args)) | dict(given)
+            tensors = dict(zip(("query", "key", "value"), args)) | dict(keywords)
             self._check(tensors["key"], tensors["value"], tensors["key"].shape[tokens])
-        return func(*args, **given)
+        return func(*args, **keywords)
 
     def _check(self, key: Tensor, value: Tensor, keys: int) -> None:
         call = self._session.call

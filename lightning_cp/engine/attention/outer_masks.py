@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.mesh.groups import MeshGroups
 
 
@@ -17,13 +17,13 @@ def token_mask(mask: Tensor) -> Tensor:
     return squares.sqrt() if squares.is_floating_point() else squares
 
 
-def gather_token_mask(own: Tensor, lengths: Sequence[int], groups: MeshGroups) -> Tensor:
+def gather_token_mask(mask: Tensor, lengths: Sequence[int], groups: MeshGroups) -> Tensor:
     """All-gather the mask of the tokens [..., s_local], in rank order.
 
     Args: lengths: number of tokens on each rank. Ranks: all of the context group.
     """
-    values = own if own.is_floating_point() else own.to(torch.uint8)
-    return gather(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(own.dtype)
+    values = mask if mask.is_floating_point() else mask.to(torch.uint8)
+    return gather_shards(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
 
 
 def outer_mask(queries: Tensor, keys: Tensor) -> Tensor:

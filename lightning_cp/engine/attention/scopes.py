@@ -38,14 +38,14 @@ class Scopes:
 
         In blocks with attention across ranks and in modules of `rules.unproven`, the hook checks the interception.
         """
-        model, own = self._model, self._own(rules)
+        model, planned = self._model, self._own(rules)
         across = {path for path in rules.blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
         hooked = {*rules.blocks, *(x for path in rules.attention for x in (*_parents(path), path))}
         scopes: dict[str, Scope] = {"": self.of_model(rules)}
         seen: set[nn.Module] = set()  # one module may have several paths, through wrappers for example
-        for path in sorted({*own, *hooked} - {""}, key=lambda path: path.count(".")):
+        for path in sorted({*planned, *hooked} - {""}, key=lambda path: path.count(".")):
             around = _around(path, scopes)
-            scopes[path] = own.get(path, around)
+            scopes[path] = planned.get(path, around)
             module = submodule(model, path)
             if module in seen or isinstance(module, nn.ModuleList):
                 continue
@@ -57,18 +57,17 @@ class Scopes:
                 yield module, BypassHook(self._session, model, self._scope((), drops=False), _around(path, scopes))
 
     def _own(self, rules: Rules) -> dict[str, Scope]:
-        """Return the scopes that the plan defines, by path."""
         model = self._model
         whole = {_canonical(model, path) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
-        own = {
+        planned = {
             path: self._scope(kinds, drops=True) for path, kinds in (*rules.scopes.items(), *rules.attention.items())
         }
         if not rules.blocks:  # without blocks, the outermost modules with attention get shards
             outermost = {_outermost(model, path) for path in rules.attention if path}
-            own |= {path: self._scope(None, drops=True) for path in outermost}
+            planned |= {path: self._scope(None, drops=True) for path in outermost}
         inside = tuple(f"{path}." for path in whole)
-        own = {path: scope for path, scope in own.items() if not path.startswith(inside)}
-        return own | dict.fromkeys(whole, self._scope((), drops=False))
+        planned = {path: scope for path, scope in planned.items() if not path.startswith(inside)}
+        return planned | dict.fromkeys(whole, self._scope((), drops=False))
 
     def _scope(self, kinds: _Kinds, *, drops: bool) -> Scope:
         key = kinds, drops

@@ -100,8 +100,8 @@ def after_kept_keys(
             f"{sizes[rank]} of this forward on this rank: keep keys with the same degrees"
         )
     firsts = sum(kept[:rank]), before + sum(sizes[:rank])
-    own = [mask.narrow(-1, first, n) for first, n in zip(firsts, (kept[rank], sizes[rank]), strict=True)]
-    return [n + m for n, m in zip(kept, sizes, strict=True)], torch.cat(own, -1)
+    local_mask = [mask.narrow(-1, first, n) for first, n in zip(firsts, (kept[rank], sizes[rank]), strict=True)]
+    return [n + m for n, m in zip(kept, sizes, strict=True)], torch.cat(local_mask, -1)
 
 
 def _overlap(first: int, last: int, start: int, end: int) -> int:

@@ -108,7 +108,6 @@ def is_attention(function: object) -> bool:
 
 
 def _functions() -> Iterator[tuple[ModuleType, str]]:
-    """Yield the module and the name of each function that has a stand-in."""
     yield F, SDPA
     dispatch = sys.modules.get(_DISPATCH_MODULE)
     if hasattr(dispatch, DISPATCH):  # else it is being imported
@@ -123,7 +122,6 @@ def _functions() -> Iterator[tuple[ModuleType, str]]:
 
 
 def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
-    """Exchange functions in all imported modules."""
     owners = {id(module.__dict__) for module, _ in _functions()}
     for name, module in list(sys.modules.items()):
         attributes = getattr(module, "__dict__", None)

@@ -26,8 +26,8 @@ def sums_over_ranks(session: Session, *values: Tensor) -> list[float]:
     local = torch.stack([x.double() for x in values])
     group = session.sample.context
     if group is None:
-        found: list[float] = local.tolist()
-        return found
+        sums: list[float] = local.tolist()
+        return sums
     return [sum(column) for column in zip(*all_gather_floats(local, group=group), strict=True)]
 
 
@@ -89,13 +89,13 @@ def _mag_skip(watched: WatchedHook) -> Undo:
     def checked(*args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
         metadata = hook._metadata
-        given = metadata._get_parameter_from_args_kwargs(metadata.hidden_states_argument_name, args, kwargs)
-        found = output[metadata.return_hidden_states_index] if isinstance(output, tuple) else output
+        block_input = metadata._get_parameter_from_args_kwargs(metadata.hidden_states_argument_name, args, kwargs)
+        block_output = output[metadata.return_hidden_states_index] if isinstance(output, tuple) else output
         state = hook.state_manager.get_state()
-        if not state.should_compute and found is given:
+        if not state.should_compute and block_output is block_input:
             raise ShapeError(
                 f"MagCache cannot add its residual, of shape {tuple(state.previous_residual.shape)}, to the first "
-                f"block's input, of shape {tuple(given.shape)}: use another cache"
+                f"block's input, of shape {tuple(block_input.shape)}: use another cache"
             )
         return output
 
@@ -105,12 +105,12 @@ def _mag_skip(watched: WatchedHook) -> Undo:
 def _sea_gate(watched: WatchedHook) -> Undo:
     """Decide for all ranks by the first rank's distance; compute on all of them if one rank must compute."""
     shared = watched.hook.shared_state
-    own: Callable[..., bool] = partial(type(shared).resolve_gate, shared)
+    local_decision: Callable[..., bool] = partial(type(shared).resolve_gate, shared)
 
     def resolve(state: Any, metadata: Any, indicator: Any, config: Any) -> bool:
         if not watched.fits:
             state.history = []  # with an empty history, diffusers computes
-        should_compute = own(state, metadata, indicator, config)
+        should_compute = local_decision(state, metadata, indicator, config)
         group = watched.session.sample.context
         if group is None:
             return should_compute

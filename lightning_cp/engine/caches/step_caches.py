@@ -52,10 +52,10 @@ class StepCaches:
     def settings(self) -> dict[str, str]:
         """Return the settings of each kind of hook, and the modules it is on, as texts that ranks can compare."""
         names = {module: name for name, module in self._module.named_modules()}
-        found: dict[str, list[str]] = {}
+        paths: dict[str, list[str]] = {}
         for watched in self.hooks:
-            found.setdefault(_settings(watched.hook), []).append(names.get(watched.module, ""))
-        return {text: f"{len(on)} modules ({digest_ints(list(on), 1)[0]:x})" for text, on in found.items()}
+            paths.setdefault(_settings(watched.hook), []).append(names.get(watched.module, ""))
+        return {text: f"{len(on)} modules ({digest_ints(list(on), 1)[0]:x})" for text, on in paths.items()}
 
     @property
     def context(self) -> str | None:
@@ -76,10 +76,12 @@ class StepCaches:
                 "(transformer.enable_cache)"
             )
         known = {id(watched.hook): watched for watched in self.hooks}
-        found = [(module, hook) for module in self._module.modules() for hook in _hooks_on(module)]
-        for _, hook in found:
+        on_modules = [(module, hook) for module in self._module.modules() for hook in _hooks_on(module)]
+        for _, hook in on_modules:
             self._check(hook)
-        self.hooks = [known.pop(id(hook)) if id(hook) in known else self._watch(module, hook) for module, hook in found]
+        self.hooks = [
+            known.pop(id(hook)) if id(hook) in known else self._watch(module, hook) for module, hook in on_modules
+        ]
         for gone in known.values():
             gone.uninstall()
         self._on_model, self._settings = _hooks_on(self._module), self.settings()
@@ -118,8 +120,8 @@ class StepCaches:
     def _compare(self) -> None:
         group = self._session.sample.context
         assert group is not None, "the caller has checked it"
-        own = [*digest_ints(list(self._settings.items()), 1), *digest_ints(list(_progress(self.hooks)), 1)]
-        by_rank = all_gather_ints(own, group=group)
+        digests = [*digest_ints(list(self._settings.items()), 1), *digest_ints(list(_progress(self.hooks)), 1)]
+        by_rank = all_gather_ints(digests, group=group)
         names = ", ".join(kind.name for kind in self.kinds)
         if any(settings != by_rank[0][0] for settings, _ in by_rank):
             raise PeerMismatchError(
@@ -164,10 +166,10 @@ def _hooks_on(module: nn.Module) -> list[Any]:
 def _settings(hook: Any) -> str:
     """Describe a hook's settings. Functions, such as the one that returns the timestep, are left out."""
     states = getattr(hook, "state_manager", None)
-    given = {**vars(hook), **getattr(states, "_init_kwargs", {})}
+    settings = {**vars(hook), **getattr(states, "_init_kwargs", {})}
     if hasattr(hook, "config"):
-        given |= vars(hook.config)
-    shown = (f"{name}={x!r}" for name, x in sorted(given.items()) if isinstance(x, _SETTINGS) and name[0] != "_")
+        settings |= vars(hook.config)
+    shown = (f"{name}={x!r}" for name, x in sorted(settings.items()) if isinstance(x, _SETTINGS) and name[0] != "_")
     return f"{type(hook).__name__}({', '.join(shown)})"
 
 

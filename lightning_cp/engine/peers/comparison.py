@@ -22,7 +22,7 @@ from lightning_cp.compat.torch_names import (
 )
 from lightning_cp.config import CHECK_PEERS
 from lightning_cp.engine.peers import samples as peer_samples
-from lightning_cp.engine.peers.samples import Sampler, plain_values, tensors
+from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 
@@ -106,7 +106,7 @@ class PeerCheck:
         """Compare the next forward in full, with any setting."""
         self._left = self._left or 1
 
-    def check(self, given: dict[str, Any], *, model: str) -> None:
+    def check(self, arguments: dict[str, Any], *, model: str) -> None:
         """Raise a difference found in the previous forward, then compare (in full) or sample this forward's arguments.
 
         Args: given: arguments by name. model: name of the model, for errors.
@@ -121,10 +121,10 @@ class PeerCheck:
             self.finish()
             if in_full:
                 self._forward += 1
-                compare_peers(plain(given), groups=self._groups)
+                compare_peers(plain(arguments), groups=self._groups)
             elif self._sampler is not None:
                 device = gather_device(group)
-                self._table = self._sampler.table(plain(given), forward=self._forward + 1, device=device)
+                self._table = self._sampler.table(plain(arguments), forward=self._forward + 1, device=device)
                 self._model = model
 
     def start(self) -> None:
@@ -162,9 +162,9 @@ class PeerCheck:
         names = self._sampler.names
         with without_transforms():
             by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        found = peer_samples.difference(by_rank, names)
-        if found is not None:
-            rank, problem = found
+        difference = peer_samples.sampled_difference(by_rank, names)
+        if difference is not None:
+            rank, problem = difference
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} in forward {pending.forward} of "
                 f"{pending.model} (rank {rank} of the context group against rank 0): {_REMEDY}"
@@ -183,11 +183,11 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    local = {name: digest(x) for name, x in tensors("", arguments)}
+    local = {name: digest(x) for name, x in compared_leaves("", arguments)}
     local |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
     by_rank = gather_objects(local, groups.context)
     for rank, other in enumerate(by_rank):
-        problem = difference(by_rank[0], other)
+        problem = digest_difference(by_rank[0], other)
         if problem:
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "
@@ -195,7 +195,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
             )
 
 
-def difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
+def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
     """Describe the first difference between the named digests of two ranks; None if there is none."""
     for name in dict.fromkeys([*first, *other]):
         if name not in first or name not in other:

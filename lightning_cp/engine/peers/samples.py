@@ -43,14 +43,14 @@ class Sampler:
         self.names = tuple(names)
 
     def table(
-        self, given: Mapping[str, Any], *, forward: int, device: torch.device
+        self, arguments: Mapping[str, Any], *, forward: int, device: torch.device
     ) -> tuple[Tensor, tuple[float, ...]]:
         """Build one row for each argument: a hash of shapes, types and integers, `BUCKETS` sums, their tolerances.
 
         The first row holds the number of the forward.
 
         Args:
-            given: arguments by name; others than `names` are ignored.
+            arguments: arguments by name; others than `names` are ignored.
             forward: number of the forward, the same on all ranks; seed for the choice of elements.
         Returns: the table, float64 [1 + len(names), 1 + 2 * BUCKETS] on `device` (the host does not wait for a GPU),
             and the hashes.
@@ -59,8 +59,8 @@ class Sampler:
         nothing = torch.zeros(2 * BUCKETS, dtype=torch.float64, device=device)
         structures, contents = [float(forward)], [nothing]
         for name in self.names:
-            leaves = list(tensors(name, given.get(name)))
-            kinds = [(path, _shape_and_dtype(x)) for path, x in leaves] + list(plain_values(name, given.get(name)))
+            leaves = list(compared_leaves(name, arguments.get(name)))
+            kinds = [(path, _shape_and_dtype(x)) for path, x in leaves] + list(plain_values(name, arguments.get(name)))
             structures.append(_hash(kinds) if kinds else 0.0)
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
             for x in readable:
@@ -122,7 +122,7 @@ def intervals(elements: int, count: int, device: torch.device) -> tuple[Tensor, 
     return bounds[:-1], bounds.diff()
 
 
-def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
+def sampled_difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
     Args: by_rank: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
@@ -134,10 +134,10 @@ def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[
     structures, sums, tolerances = by_rank[..., 0], by_rank[..., 1 : 1 + BUCKETS], by_rank[..., 1 + BUCKETS :]
     unlike = structures != structures[:1]
     apart = ~(np.abs(sums - sums[:1]) <= np.maximum(tolerances, tolerances[:1])).all(-1)
-    found = np.argwhere(unlike | apart)
-    if not len(found):
+    differing = np.argwhere(unlike | apart)
+    if not len(differing):
         return None
-    rank, index = (int(x) for x in found[0])
+    rank, index = (int(x) for x in differing[0])
     if not unlike[rank, index]:
         return rank, f"the contents of {names[index]} differ"
     if 0.0 in (structures[rank, index], structures[0, index]):
@@ -145,7 +145,7 @@ def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[
     return rank, f"the shapes, types or whole numbers of {names[index]} differ"
 
 
-def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def compared_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a nest, and its floats as scalar tensors, with their names."""
     for name, x in named_leaves(prefix, value):
         if isinstance(x, Tensor):

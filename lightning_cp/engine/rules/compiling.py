@@ -55,17 +55,17 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     ]
     arguments += [arguments_of(module, (path,), x.arguments, gathers=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
-    found: dict[str, AttentionSpecs] = {}
+    kinds: dict[str, AttentionSpecs] = {}
     scopes: dict[str, AttentionSpecs] = {}
     for pattern, specs in plan.blocks.items():
         paths = block_paths(module, pattern)
         if paths:
             arguments.append(arguments_of(module, paths, specs, is_block=True))
         for path in paths:
-            found.update(_attention(submodule(module, path), path, pattern, plan))
+            kinds.update(_attention(submodule(module, path), path, pattern, plan))
             scopes.update(_scopes(submodule(module, path), path, pattern, plan))
     whole_paths = tuple(f"{path}." for path, _ in whole)
-    attention = {path: x for path, x in found.items() if x and not f"{path}.".startswith(whole_paths)}
+    attention = {path: x for path, x in kinds.items() if x and not f"{path}.".startswith(whole_paths)}
     covered = [*(path for paths in plan.blocks for path in block_paths(module, paths)), *(path for path, _ in whole)]
     halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
     return Rules(
@@ -130,7 +130,7 @@ def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
     """Yield the path and kinds of attention of each module in a block that attends; no kinds if it is LOCAL."""
-    found = False
+    attends_anywhere = False
     for name, inner in block.named_modules():
         at = f"{path}.{name}" if name else path
         kinds = _kinds(stack, name, plan)
@@ -143,9 +143,9 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if kinds and not special:
             check_reachable(inner, at, may_call_flex=bool(plan.refused))
         if special or attends(inner):
-            found = True
+            attends_anywhere = True
             yield at, kinds
-    if not found:
+    if not attends_anywhere:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention, called by a forward, by a processor "
@@ -194,14 +194,14 @@ def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
 
 def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
     processor: Any = getattr(module, "processor", None)
-    found = type(processor).__name__
-    if found not in kind.replaces_processors:
+    processor_name = type(processor).__name__
+    if processor_name not in kind.replaces_processors:
         raise PlanError(
-            f"{path} has a {found}, expected {' or '.join(kind.replaces_processors)}: the plan supports {kind.form} "
-            "attention of these processors only"
+            f"{path} has a {processor_name}, expected {' or '.join(kind.replaces_processors)}: the plan supports "
+            f"{kind.form} attention of these processors only"
         )
     if not is_defined_by(type(processor), type(processor).__call__):
         raise PlanError(
-            f"{path}: {found}.__call__ was replaced by another function, but context-parallel {kind.form} attention "
-            f"computes what the original {found} does: restore it"
+            f"{path}: {processor_name}.__call__ was replaced by another function, but context-parallel {kind.form} "
+            f"attention computes what the original {processor_name} does: restore it"
         )

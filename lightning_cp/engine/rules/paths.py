@@ -16,17 +16,17 @@ from lightning_cp.plans import Spec
 
 def submodule(module: nn.Module, path: str) -> nn.Module:
     """Return the module at `path`; "-1" is the last item of a list. Raises: PlanError: there is no such module."""
-    found = module
+    inner = module
     for i, atom in enumerate(path.split(".") if path else ()):
         last_of = (
-            isinstance(found, nn.ModuleList) and atom.lstrip("-").isdigit() and -len(found) <= int(atom) < len(found)
+            isinstance(inner, nn.ModuleList) and atom.lstrip("-").isdigit() and -len(inner) <= int(atom) < len(inner)
         )
-        nested = found[int(atom)] if last_of else getattr(found, atom, None)  # type: ignore[index]
+        nested = inner[int(atom)] if last_of else getattr(inner, atom, None)  # type: ignore[index]
         if not isinstance(nested, nn.Module):
             at = ".".join(path.split(".")[:i]) or type(module).__name__
             raise PlanError(f"the plan names {path!r}, but {at} has no module {atom!r}")
-        found = nested
-    return unwrapped(found)
+        inner = nested
+    return unwrapped(inner)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -40,8 +40,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module without the subclass that FSDP2 creates."""
-    found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    return found  # type: ignore[no-any-return]
+    original: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return original  # type: ignore[no-any-return]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -39,14 +39,13 @@ class HaloHook(EngineHook):
         return (extended, *args[1:]), kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        own = self._rows()[self.session.current().groups.context_rank]
-        return output.narrow(self.rule.dim, min(self.rule.reach, own.start) if own else 0, len(own))
+        rows = self._rows()[self.session.current().groups.context_rank]
+        return output.narrow(self.rule.dim, min(self.rule.reach, rows.start) if rows else 0, len(rows))
 
     def _rows(self) -> list[range]:
-        """Return the rows of each rank in the whole sequence."""
-        call, found = self.session.current(), []
+        call, rows = self.session.current(), []
         start, *sizes, _ = call.row_parts(self.rule.modality)
         for size in sizes:
-            found.append(range(start, start + size))
+            rows.append(range(start, start + size))
             start += size
-        return found
+        return rows

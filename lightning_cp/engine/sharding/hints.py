@@ -19,8 +19,8 @@ def unplanned_shapes(
 
     Args: order: names of the forward's arguments, in order. planned: arguments that the plan mentions, by name.
     """
-    given = {**dict(zip(order, args)), **kwargs}
-    unplanned = {name: value for name, value in given.items() if name not in planned}
+    arguments = {**dict(zip(order, args)), **kwargs}
+    unplanned = {name: value for name, value in arguments.items() if name not in planned}
     return {name: tuple(x.shape) for name, x in named_tensors("", unplanned)}
 
 
@@ -32,13 +32,13 @@ def missing_split(call: Call) -> str | None:
             whole, local = sum(call.lengths[x] for x in modalities), call.sizes(modalities)[call.groups.context_rank]
             if whole != local:
                 sums.setdefault(whole, modalities)
-    found = [
+    unsplit = [
         f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens{_of(sums[n])}"
         for name, shape in call.unplanned.items()
         for dim, n in enumerate(shape)
         if n in sums
     ]
-    return "; ".join(found) or None
+    return "; ".join(unsplit) or None
 
 
 def _of(modalities: Sequence[str]) -> str:

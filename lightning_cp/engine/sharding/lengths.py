@@ -85,16 +85,16 @@ def _norm_and_projection(x: Tensor) -> list[float]:
 
 def possible_sizes(call: Call) -> list[list[int]]:
     """List possible numbers of tokens on each rank: those of each split modality, and of each pair of modalities."""
-    modalities, found = list(call.lengths), []
+    modalities, vectors = list(call.lengths), []
     for i, first in enumerate(modalities):
         for chosen in [(first,), *((first, second) for second in modalities[i:])]:
             vector = call.sizes(chosen)
-            if vector not in found:
-                found.append(vector)
-    return found
+            if vector not in vectors:
+                vectors.append(vector)
+    return vectors
 
 
-def _only(options: list[list[int]], rank: int, own: int) -> list[int]:
-    """Return the only option in which `rank` holds `own` tokens; empty if none or several fit."""
-    fitting = [option for option in options if option[rank] == own]
+def _only(options: list[list[int]], rank: int, tokens: int) -> list[int]:
+    """Return the only option in which `rank` holds `tokens` tokens; empty if none or several fit."""
+    fitting = [option for option in options if option[rank] == tokens]
     return fitting[0] if len(fitting) == 1 else []

@@ -30,16 +30,16 @@ class PadHook(EngineHook):
             bound = self.signature.bind(module, *args, **kwargs)
         except TypeError:
             return args, kwargs  # the forward itself raises the error
-        given, changed = bound.arguments, False
+        arguments, changed = bound.arguments, False
         for pad in self.pads:
-            tokens, mask = given.get(pad.tokens), given.get(pad.mask)
+            tokens, mask = arguments.get(pad.tokens), arguments.get(pad.mask)
             shards = self.session.current().num_shards
             if not isinstance(tokens, Tensor) or not 0 <= tokens.shape[1] < shards:
                 continue
             missing = shards - tokens.shape[1]
             if mask is None:
                 mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-            given[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))
-            given[pad.mask] = F.pad(mask, (0, missing))
+            arguments[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))
+            arguments[pad.mask] = F.pad(mask, (0, missing))
             changed = True
         return (bound.args[1:], bound.kwargs) if changed else (args, kwargs)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.hints import unplanned_shapes
@@ -39,7 +39,7 @@ class ArgumentHook(EngineHook):
             call.block = self.name
             call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
         if self.refused:
-            refuse(self.refused, {**dict(zip(self.order, args)), **named})
+            refuse_arguments(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:
@@ -94,24 +94,24 @@ class OutputHook(EngineHook):
         if not spec.is_for(x.ndim):
             return x
         check_dim(x, spec, self.rule.path)
-        call, own = self.session.current(), x.shape[spec.dim]
-        found = find_sizes(self.session, own, own)
-        if found is None:
+        call, length = self.session.current(), x.shape[spec.dim]
+        options = find_sizes(self.session, length, length)
+        if options is None:
             raise ShapeError(
-                f"the output of {self.rule.path} has {own} tokens on every rank, so it is not split: gather the output "
-                "of another module"
+                f"the output of {self.rule.path} has {length} tokens on every rank, so it is not split: gather the "
+                "output of another module"
             )
-        sizes = found[0]
+        sizes = options[0]
         if call.groups.context is None:
-            sizes = [own]
+            sizes = [length]
         elif not sizes:
-            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
+            sizes = [n for (n,) in all_gather_ints([length], group=call.groups.context)]
         if sum(sizes) < len(sizes):
             raise ShapeError(
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        return gather_shards(x, spec.dim % x.ndim, sizes, call.groups.name)
 
 
 def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

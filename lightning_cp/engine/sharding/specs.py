@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather, sizes_in
+from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
@@ -79,14 +79,14 @@ def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, st
         if isinstance(value, dict):
             return {key: _each(x, spec, name, one) for key, x in value.items()}
         if isinstance(value, (list, tuple)):
-            return like(value, [_each(x, spec, name, one) for x in value])
+            return sequence_like(value, [_each(x, spec, name, one) for x in value])
         return one(value, spec, name)
     if isinstance(spec, Mapping) and isinstance(value, dict):
         return {key: _each(x, spec.get(key), f"{name}[{key!r}]", one) for key, x in value.items()}
     if isinstance(spec, tuple) and isinstance(value, (list, tuple)):
         if len(spec) != len(value):
             raise PlanError(f"{name} has {len(value)} elements, expected {len(spec)}, as in its plan")
-        return like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
+        return sequence_like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
     raise _undescribed(value, spec, name)
 
 
@@ -102,9 +102,9 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
     shards, key = session.current().shards, (id(x), id(spec))
-    whole, version, found, its_version = shards.get(key, _NONE)
-    if found is not None and whole() is x and (version, its_version) == (version_of(x), found._version):
-        shard: Tensor = found
+    whole, version, cached, its_version = shards.get(key, _NONE)
+    if cached is not None and whole() is x and (version, its_version) == (version_of(x), cached._version):
+        shard: Tensor = cached
         return shard
     shard = _shard_anew(x, spec, name=name, session=session, strict=strict)
     if shard is not x and not shard.is_inference() and not x.is_inference():
@@ -182,11 +182,10 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
 
 
 def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
-    """Return the part of a slice of tokens that this rank holds, as a slice of this rank's tokens."""
-    (own,) = call.ranges(modalities)[call.groups.context_rank]
+    (tokens,) = call.ranges(modalities)[call.groups.context_rank]
     start, stop, step = x.indices(call.lengths[modalities[0]])
     assert step == 1, "models slice consecutive tokens"
-    return slice(*(min(max(n - own.start, 0), len(own)) for n in (start, stop)))
+    return slice(*(min(max(n - tokens.start, 0), len(tokens)) for n in (start, stop)))
 
 
 def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
@@ -266,21 +265,21 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
-    own = call.sizes(spec.modalities)[call.groups.context_rank]
-    if x.shape[spec.dim] != own:
+    expected = call.sizes(spec.modalities)[call.groups.context_rank]
+    if x.shape[spec.dim] != expected:
         raise PlanError(
-            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {own} of "
+            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {expected} of "
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim
-    gathered = gather(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
+    gathered = gather_shards(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]
     return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 
-def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
+def sequence_like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
     """Return `items` as a list or a tuple: the type of `value`."""
     return items if isinstance(value, list) else tuple(items)
 
@@ -295,7 +294,7 @@ def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: 
                 f"{name} has {len(spec)} entries in the plan, but is a {type(value).__name__} of another length"
             )
         pairs = zip(value, spec)
-        return like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
+        return sequence_like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
     if not (isinstance(spec, Split) and isinstance(value, Tensor)):
         raise _undescribed(value, spec, name)
     if not spec.is_for(value.ndim):

@@ -95,10 +95,10 @@ class LatentCache:
         for name, shard in sorted(self._contents.shards.items()):
             path = self.folder / name
             check_size(path, shard)
-            found = FileEntry.of(path).crc32
-            if found != shard.crc32:
+            crc32 = FileEntry.of(path).crc32
+            if crc32 != shard.crc32:
                 raise CacheError(
-                    f"{path} is damaged: its CRC-32 is {found}, but {shard.crc32} was written. {again(path)}"
+                    f"{path} is damaged: its CRC-32 is {crc32}, but {shard.crc32} was written. {again(path)}"
                 )
 
     def __getstate__(self) -> dict[str, Any]:

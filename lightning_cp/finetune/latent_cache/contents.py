@@ -121,10 +121,10 @@ class _TensorCheck:
 
     def check(self, path: Path, row: Row, layout: Layout) -> None:
         tensors = layout[row.key]
-        found = {name: dtype for name, (dtype, _) in tensors.items()}
-        expected = self.dtypes.setdefault(type(row), found)
-        if found != expected:
-            raise CacheError(f"{path}: sample {row.key} has the tensors {found}, but other samples have {expected}")
+        dtypes = {name: dtype for name, (dtype, _) in tensors.items()}
+        expected = self.dtypes.setdefault(type(row), dtypes)
+        if dtypes != expected:
+            raise CacheError(f"{path}: sample {row.key} has the tensors {dtypes}, but other samples have {expected}")
         if isinstance(row, TextRow):
             if row.length != length_of(shape for _, shape in tensors.values()):
                 raise CacheError(f"{path}: the text {row.hash} does not have the {row.length} positions of its row")

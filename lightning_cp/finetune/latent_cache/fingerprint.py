@@ -55,11 +55,11 @@ def fingerprint_of(pipe: Any, components: Components | Iterable[str], settings: 
     Raises: CacheError: a component's weights are not in memory, or its kind is unknown.
     """
     names = (*components.text, *components.media) if isinstance(components, Components) else tuple(components)
-    found = {"pipeline": type(pipe).__name__}
+    entries = {"pipeline": type(pipe).__name__}
     for name in dict.fromkeys(names):
-        found |= {f"{name}{part}": value for part, value in _component(name, getattr(pipe, name, None)).items()}
-    found |= {f"settings.{name}": _json(value) for name, value in settings.items()}
-    return found | {f"package.{package}": _version(package) for package in _PACKAGES}
+        entries |= {f"{name}{part}": value for part, value in _component(name, getattr(pipe, name, None)).items()}
+    entries |= {f"settings.{name}": _json(value) for name, value in settings.items()}
+    return entries | {f"package.{package}": _version(package) for package in _PACKAGES}
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -121,13 +121,13 @@ def _model(name: str, model: nn.Module) -> Fingerprint:
 
 def _flat(tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
     """List plain tensors by name; quantised ones are split into the tensors that they consist of."""
-    found: list[tuple[str, Tensor]] = []
+    plain: list[tuple[str, Tensor]] = []
     for name, x in tensors:
         if hasattr(x, "__tensor_flatten__"):
-            found += _flat((f"{name}.{inner}", getattr(x, inner)) for inner in x.__tensor_flatten__()[0])
+            plain += _flat((f"{name}.{inner}", getattr(x, inner)) for inner in x.__tensor_flatten__()[0])
         elif isinstance(x, Tensor):
-            found.append((name, x.detach()))
-    return found
+            plain.append((name, x.detach()))
+    return plain
 
 
 def _sample(name: str, x: Tensor) -> bytes:

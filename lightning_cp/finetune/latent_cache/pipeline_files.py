@@ -48,9 +48,9 @@ def check_made_by(cache: Path, settings: Mapping[str, Any], pipeline: str | Path
         return
     folder = Path(pipeline)
     # The index may be forged, so its names are only looked up among the pipeline's own folders.
-    own = [path.name for path in folder.iterdir() if path.name in made_by] if folder.is_dir() else []
-    here = describe_files(folder, own)
-    changed = [name for name, found in here.items() if found != made_by[name]]
+    folders = [path.name for path in folder.iterdir() if path.name in made_by] if folder.is_dir() else []
+    here = describe_files(folder, folders)
+    changed = [name for name, description in here.items() if description != made_by[name]]
     if changed:
         raise StaleCacheError(
             f"data.path={cache} was encoded with another {' and another '.join(changed)} than model.pretrained="

@@ -142,7 +142,7 @@ def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
         data = read_regular(path)[:limit_bytes]
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
-    found, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0
+    rows_file, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):  # the last one is empty, or half a line
         offset += len(line) + 1
         try:
@@ -159,10 +159,10 @@ def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
                 "below it and run precompute again: it then encodes these samples again"
             ) from error
         if isinstance(row, ShardRow):
-            found.rows += pending
-            found.shards.append(row)
-            found.committed_bytes, pending = offset, []
-    return found
+            rows_file.rows += pending
+            rows_file.shards.append(row)
+            rows_file.committed_bytes, pending = offset, []
+    return rows_file
 
 
 def check_row(row: Row) -> None:

@@ -19,7 +19,7 @@ from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
-from lightning_cp.engine.hook_base import refuse
+from lightning_cp.engine.hook_base import refuse_arguments
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
@@ -152,11 +152,11 @@ class BranchCalls:
             if context is not None:
                 installed.caches.forget(context)  # this rank misses a step of it
             return form.filled(self.pending.lazy_tensors(form.empty(), turn))
-        found, tensors = form_and_tensors(compute(*args, **kwargs))
+        actual, tensors = form_and_tensors(compute(*args, **kwargs))
         if form is None:
-            form = self.forms[key] = found
+            form = self.forms[key] = actual
             return form.filled(self.pending.lazy_tensors(tensors, None if is_new else turn))
-        assert found.layout == form.layout, "arguments of equal shapes give results of equal shapes"
+        assert actual.layout == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
 
     def _turn(self, context: str | None) -> int:
@@ -186,10 +186,12 @@ class BranchCalls:
         if self.is_active:
             self.count_calls(calls)
 
-    def _too_many(self, found: int) -> GuidanceError:
+    def _too_many(self, branches: int) -> GuidanceError:
         cfg = self.ranks.cfg
-        if found > 1:
-            return GuidanceError(f"cfg={cfg}, but {self.name} computes {found} branches of guidance: use cfg={found}")
+        if branches > 1:
+            return GuidanceError(
+                f"cfg={cfg}, but {self.name} computes {branches} branches of guidance: use cfg={branches}"
+            )
         return GuidanceError(
             f"cfg={cfg}, but {self.name} computes one branch at a time: guidance is off (guidance_scale=1, or no "
             "negative prompt where one is needed), is built into the model, or needs one branch to compute the "
@@ -202,7 +204,7 @@ def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[s
 
     Args: how: the setting that divides the calls. Raises: ShapeError.
     """
-    refuse(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
+    refuse_arguments(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
 
 
 def refuse_packed_samples(installed: Installed, cfg: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import gather, shard_range, shard_sizes
+from lightning_cp.comm.shards import gather_shards, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import tree_map
 from lightning_cp.engine.apply import installed_on
@@ -36,8 +36,10 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     like = next(of_type(Tensor, values)) if like is None else like
     if len(like) < ranks.cfg:
         raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
-    own = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return select_samples(values, len(like), slice(own.start, own.stop), of_lists=isinstance(like, (list, tuple)))
+    samples = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return select_samples(
+        values, len(like), slice(samples.start, samples.stop), of_lists=isinstance(like, (list, tuple))
+    )
 
 
 def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
@@ -69,14 +71,14 @@ def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
 
     def merge(x: Any) -> Any:
         if is_list(x):
-            return type(x)(gather(torch.stack(list(x)), 0, sizes, ranks.cfg_groups.name).unbind())
+            return type(x)(gather_shards(torch.stack(list(x)), 0, sizes, ranks.cfg_groups.name).unbind())
         if not isinstance(x, Tensor):
             return x
         if not x.ndim or x.shape[0] != own_size:
             raise ShapeError(
                 f"a result of shape {tuple(x.shape)} must have {own_size} samples in dim 0, those of this rank's branch"
             )
-        return gather(x, 0, sizes, ranks.cfg_groups.name)
+        return gather_shards(x, 0, sizes, ranks.cfg_groups.name)
 
     return tree_map(merge, values, is_leaf=is_list)
 

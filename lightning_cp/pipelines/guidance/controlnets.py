@@ -32,14 +32,16 @@ def is_controlnet(module: object) -> bool:
 
 def controlnets_of(components: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the ControlNets that can be split, by name; the others compute all tokens on each rank."""
-    found: dict[str, nn.Module] = {}
+    controlnets: dict[str, nn.Module] = {}
     for name, module in components.items():
         if not isinstance(module, nn.Module) or not is_controlnet(module):
             continue
         several = module._modules.get("nets")
         each = [(name, module)] if several is None else [(f"{name}.nets.{i}", x) for i, x in several.named_children()]
-        found |= {path: x for path, x in each if plan_for(x) and not any(x is other for other in found.values())}
-    return found
+        controlnets |= {
+            path: x for path, x in each if plan_for(x) and not any(x is other for other in controlnets.values())
+        }
+    return controlnets
 
 
 def groups_of_all(config: ContextParallelConfig, ranks: SampleGroups) -> tuple[ContextParallelConfig, MeshGroups]:

@@ -22,7 +22,7 @@ from lightning_cp.engine.meta import free_weights, freed_weights, load_deferred
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError, StageLinks, zeros
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors
@@ -53,7 +53,7 @@ class BlockStage:
     Attributes:
         links: links to the previous and the next stage.
         blocks: all blocks of the transformer.
-        own: indices of this stage's blocks.
+        range: indices of this stage's blocks.
         key: identifies the shapes of the current forward; the same on all stages.
         error: the first error of this stage since `reset`; the following forwards only pass it on.
     """
@@ -61,7 +61,7 @@ class BlockStage:
     installed: Installed
     links: StageLinks
     blocks: list[nn.Module]
-    own: range
+    range: range
     key: Hashable = None
     error: Exception | None = None
     _outputs: list[Form] = field(default_factory=list)
@@ -72,17 +72,17 @@ class BlockStage:
     @property
     def is_first(self) -> bool:
         """True for the stage with the first block."""
-        return self.own.start == 0
+        return self.range.start == 0
 
     @property
     def is_last(self) -> bool:
         """True for the stage with the last block."""
-        return self.own.stop == len(self.blocks)
+        return self.range.stop == len(self.blocks)
 
     @property
     def count(self) -> int:
         """Number of stages."""
-        return self.links.groups.context_size
+        return self.links.stages.num_stages
 
     @property
     def error_of_others(self) -> bool:
@@ -91,9 +91,9 @@ class BlockStage:
 
     def install(self) -> list[Undo]:
         """Replace the blocks of earlier stages, and end forwards after the last block of this stage."""
-        undo = [intercept_calls(self.blocks[i], partial(self._placeholder, i)) for i in range(self.own.start)]
-        undo += [intercept_calls(self.blocks[i], partial(self._block, i)) for i in self.own]
-        return undo + [intercept_calls(block, self._later_block) for block in self.blocks[self.own.stop :]]
+        undo = [intercept_calls(self.blocks[i], partial(self._placeholder, i)) for i in range(self.range.start)]
+        undo += [intercept_calls(self.blocks[i], partial(self._block, i)) for i in self.range]
+        return undo + [intercept_calls(block, self._later_block) for block in self.blocks[self.range.stop :]]
 
     def reset(self) -> None:
         """Forget an error."""
@@ -165,8 +165,8 @@ class BlockStage:
             return output
         form, tensors = form_and_tensors(output)
         self._outputs.append(form)
-        if index + 1 == self.own.stop:
-            if len(self._outputs) != len(self.own):
+        if index + 1 == self.range.stop:
+            if len(self._outputs) != len(self.range):
                 raise self._skipped()
             self.links.send(self.key, self._outputs, tensors)
             self._is_sent = True
@@ -175,10 +175,10 @@ class BlockStage:
 
     def _skip(self, index: int, forms: list[Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the arguments of a block of this stage, and return zeros."""
-        given = shard_arguments(self.blocks[index], args, kwargs)
-        if any(x.isnan().any() for x in of_type(Tensor, given)):
+        shards = shard_arguments(self.blocks[index], args, kwargs)
+        if any(x.isnan().any() for x in of_type(Tensor, shards)):
             raise _ReadsUnknownError
-        if index + 1 == self.own.stop and not self.is_last:
+        if index + 1 == self.range.stop and not self.is_last:
             raise _StageDone
         self.installed.session.current().intercepted = True  # its attention is left out
         return zeros(forms[index])
@@ -199,9 +199,9 @@ class BlockStage:
 
 
 def make_stage(
-    installed: Installed, groups: MeshGroups, control: dist.ProcessGroup, counts: Sequence[int] | None = None
+    installed: Installed, stages: StageGroup, control: dist.ProcessGroup, counts: Sequence[int] | None = None
 ) -> BlockStage:
-    """Divide the blocks of a transformer over the ranks of `groups`.
+    """Divide the blocks of a transformer over the ranks of `stages`.
 
     Args:
         control: a gloo group that contains them.
@@ -209,22 +209,22 @@ def make_stage(
             with separate weights for text and image, which have more parameters.)
     Raises: ValueError: more stages than blocks, or the counts do not fit.
     """
-    model, stages = installed.module, groups.context_size
+    model, num_stages, stage = installed.module, stages.num_stages, stages.stage
     name, paths = type(model).__name__, blocks_of(installed)
     blocks = [submodule(model, path) for path in paths]
-    if len(blocks) < stages:
-        raise ValueError(f"pipe={stages} must be at most the number of blocks of {name}, {len(blocks)}")
+    if len(blocks) < num_stages:
+        raise ValueError(f"pipe={num_stages} must be at most the number of blocks of {name}, {len(blocks)}")
     if counts is None:
-        own = shard_range(len(blocks), stages, groups.context_rank)
+        range_of_stage = shard_range(len(blocks), num_stages, stage)
     else:
-        if len(counts) != stages or min(counts) < 1 or sum(counts) != len(blocks):
+        if len(counts) != num_stages or min(counts) < 1 or sum(counts) != len(blocks):
             raise ValueError(
-                f"pipe={list(counts)} must have one positive number of blocks for each of the {stages} stages, and sum "
-                f"to the {len(blocks)} blocks of {name}"
+                f"pipe={list(counts)} must have one positive number of blocks for each of the {num_stages} stages, and "
+                f"sum to the {len(blocks)} blocks of {name}"
             )
-        start = sum(counts[: groups.context_rank])
-        own = range(start, start + counts[groups.context_rank])
-    return BlockStage(installed, StageLinks(groups, control), blocks, own)
+        start = sum(counts[:stage])
+        range_of_stage = range(start, start + counts[stage])
+    return BlockStage(installed, StageLinks(stages, control), blocks, range_of_stage)
 
 
 def release_others(stage: BlockStage) -> None:
@@ -233,7 +233,7 @@ def release_others(stage: BlockStage) -> None:
     If the model was built without weights (`meta_transformer`), those of this stage are loaded.
     """
     for index, block in enumerate(stage.blocks):
-        if index not in stage.own:
+        if index not in stage.range:
             free_weights(block)
     load_deferred(stage.installed.module)
     stage.installed.module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]

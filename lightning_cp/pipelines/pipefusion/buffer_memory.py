@@ -102,14 +102,14 @@ class BufferMemory:
     """Compares the buffers of this rank's blocks with the free memory of its device.
 
     Attributes:
-        own: indices of this rank's blocks; None: all.
+        blocks: indices of this rank's blocks; None: all.
         patches: number of patches, for the error.
         needed: bytes of the buffers of one branch of guidance, by the shapes of the arguments; None: they cannot be
             counted, because the model's forward reads the values of tensors.
     """
 
     installed: Installed
-    own: range | None
+    blocks: range | None
     patches: int
     needed: dict[Hashable, int | None] = field(default_factory=dict)
     _is_checked: bool = False
@@ -118,7 +118,7 @@ class BufferMemory:
     def paths(self) -> list[str]:
         """Paths of this rank's blocks."""
         paths = blocks_of(self.installed)
-        return paths if self.own is None else [paths[i] for i in self.own]
+        return paths if self.blocks is None else [paths[i] for i in self.blocks]
 
     @property
     def first_block(self) -> nn.Module:
@@ -160,9 +160,9 @@ class BufferMemory:
             return None
         if len(counts.blocks) != len(blocks_of(self.installed)):  # blocks were added or removed after the construction
             return None
-        blocks = counts.blocks if self.own is None else [counts.blocks[i] for i in self.own]
-        own = [*counts.others, *(buffer for buffers in blocks for buffer in buffers)]
-        return sum(_bytes_on_rank(buffer, self.installed.session.groups) for buffer in own)
+        blocks = counts.blocks if self.blocks is None else [counts.blocks[i] for i in self.blocks]
+        buffers_of_rank = [*counts.others, *(buffer for buffers in blocks for buffer in buffers)]
+        return sum(_bytes_on_rank(buffer, self.installed.session.groups) for buffer in buffers_of_rank)
 
     def _compare(self, needed: int, device: torch.device, branches: int = 1) -> None:
         """Compare with the free memory. Ranks, raises: see `check`."""
@@ -176,9 +176,9 @@ class BufferMemory:
                 f"guidance, but {device} has {free / 1e9:,.2f} GB of free memory: use more stages (pipe), ulysses, "
                 "cfg=2 or fewer samples"
             )
-        found = next((x for x in gather_objects(text, groups.context) if x is not None), None)
-        if found is not None:
-            raise PlanError(found)
+        problem = next((x for x in gather_objects(text, groups.context) if x is not None), None)
+        if problem is not None:
+            raise PlanError(problem)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -200,5 +200,5 @@ def _bytes_on_rank(buffer: Buffer, groups: MeshGroups) -> int:
         return sum(x.nbytes for x in buffer.tensors)
     heads, degree = buffer.tensors[0].shape[1], groups.context_shape[1]
     queries = heads * -(-degree // heads)  # at least one query head for each rank
-    own = assign_heads(queries, heads, degree, head_shares(groups))[groups.ulysses_rank].num_keys
-    return sum(x.nbytes * own // heads if x.shape[1] == heads else x.nbytes for x in buffer.tensors)
+    local_heads = assign_heads(queries, heads, degree, head_shares(groups))[groups.ulysses_rank].num_keys
+    return sum(x.nbytes * local_heads // heads if x.shape[1] == heads else x.nbytes for x in buffer.tensors)

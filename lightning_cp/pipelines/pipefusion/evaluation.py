@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.attention.call import Settings
 from lightning_cp.comm.halo import sum_over_ranks
-from lightning_cp.comm.shards import gather, shard_range
+from lightning_cp.comm.shards import gather_shards, shard_range
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.engine.attention.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
@@ -156,11 +156,11 @@ class PatchEvaluation(Evaluation):
         elif mask is not None and kind.mask == "padded":
             mask = mask[..., :total]
         elif mask is not None and kind.mask == "outer":
-            own = token_mask(mask)
-            new = gather_token_mask(own, sizes[1], call.groups)
+            local_mask = token_mask(mask)
+            new = gather_token_mask(local_mask, sizes[1], call.groups)
             buffer = self.next_keys()
             buffer.put([new.unsqueeze(-1)], [x for rank in ranges for x in rank], total)
-            mask = outer_mask(own, buffer.tensors[0].squeeze(-1))
+            mask = outer_mask(local_mask, buffer.tensors[0].squeeze(-1))
         return attend_buffered(
             query,
             key,
@@ -191,10 +191,10 @@ class PatchEvaluation(Evaluation):
     def _lengths_in_patches(self, modalities: Modalities) -> list[int]:
         """Return the number of this rank's tokens in each patch. Args: modalities: one modality."""
         call = self.session.current()
-        (modality,), ((own,), *_) = modalities, call.ranges(modalities)[call.groups.context_rank :]
+        (modality,), ((local_tokens,), *_) = modalities, call.ranges(modalities)[call.groups.context_rank :]
         tokens, rows = call.row_tokens(modality), call.rows.get(modality) or call.lengths[modality]
         patches = [range(x.start * tokens, x.stop * tokens) for x in self._each_patch(rows)]
-        return [max(0, min(own.stop, x.stop) - max(own.start, x.start)) for x in patches]
+        return [max(0, min(local_tokens.stop, x.stop) - max(local_tokens.start, x.start)) for x in patches]
 
     @override
     def extend_rows(
@@ -203,14 +203,14 @@ class PatchEvaluation(Evaluation):
         """Put the rows at borders of patches into the next buffer, and add those of other patches."""
         groups, borders = self.session.current().groups, [patch.start for patch in self._each_patch(total)[1:]]
         kept = sorted({row for border in borders for row in range(border - reach, border + reach)} & {*range(total)})
-        kept_by_rank = [[row for row in kept if row in own] for own in by_rank]
-        own, patch = by_rank[groups.context_rank], range(by_rank[0].start, by_rank[-1].stop)
+        kept_by_rank = [[row for row in kept if row in local_rows] for local_rows in by_rank]
+        local_rows, patch = by_rank[groups.context_rank], range(by_rank[0].start, by_rank[-1].stop)
 
         def select(tensor: Tensor, rows: list[int]) -> Tensor:
             return tensor.index_select(dim, numbers_on(tensor.device, rows, torch.int64))
 
-        mine = select(x, [row - own.start for row in kept_by_rank[groups.context_rank]])
-        new = gather(mine, dim, [len(rows) for rows in kept_by_rank], groups.name)
+        mine = select(x, [row - local_rows.start for row in kept_by_rank[groups.context_rank]])
+        new = gather_shards(mine, dim, [len(rows) for rows in kept_by_rank], groups.name)
         buffer = self.next_buffer()
         if self.patch is None:
             buffer.tensors = [new]
@@ -218,13 +218,13 @@ class PatchEvaluation(Evaluation):
         (rows,) = buffer.tensors
         positions = [kept.index(row) for rank in kept_by_rank for row in rank]
         rows.index_copy_(dim, numbers_on(rows.device, positions, torch.int64), new)
-        before = [kept.index(row) for row in range(max(0, own.start - reach), patch.start)]
-        after = [kept.index(row) for row in range(patch.stop, min(total, own.stop + reach))]
+        before = [kept.index(row) for row in range(max(0, local_rows.start - reach), patch.start)]
+        after = [kept.index(row) for row in range(patch.stop, min(total, local_rows.stop + reach))]
         return torch.cat([select(rows, before), extended, select(rows, after)], dim)
 
 
 def current_evaluation(session: Session) -> PatchEvaluation | None:
     """Return the evaluation that the current forward belongs to; None if it is not computed in patches."""
-    found = session.evaluation
-    assert found is None or isinstance(found, PatchEvaluation), "there is no other one"
-    return found
+    evaluation = session.evaluation
+    assert evaluation is None or isinstance(evaluation, PatchEvaluation), "there is no other one"
+    return evaluation

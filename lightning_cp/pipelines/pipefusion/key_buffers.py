@@ -116,7 +116,7 @@ def _lengths(
     q: Tensor, k: Tensor, mask: Tensor | None, *, q_lengths: Sequence[int], ranges: Sequence[Ranges], total: int
 ) -> Lengths:
     """Return the lengths on each rank and the kind of the mask. Raises: ShapeError: the mask has another size."""
-    kv_lengths = tuple(sum(map(len, own)) for own in ranges)
+    kv_lengths = tuple(sum(map(len, of_rank)) for of_rank in ranges)
     kind, mask_queries = "", tuple(0 for _ in q_lengths)
     if mask is not None:
         if mask.shape[-1] == k.shape[1] and mask.shape[-2] == 1:
@@ -135,7 +135,7 @@ def _lengths(
 def _receive(new: list[Tensor], buffer: KeyBuffer, *, ranges: Sequence[Ranges], total: int, groups: MeshGroups) -> None:
     """All-gather the new keys of the ring's ranks, and put them into the buffer."""
     degree = groups.context_shape[1]
-    chunks = [[x for own in ranges[i : i + degree] for x in own] for i in range(0, len(ranges), degree)]
+    chunks = [[x for of_rank in ranges[i : i + degree] for x in of_rank] for i in range(0, len(ranges), degree)]
     layouts = [[piece_of(x, _dim_of_keys(i), sum(map(len, chunk))) for i, x in enumerate(new)] for chunk in chunks]
     if not buffer.tensors and sum(len(x) for chunk in chunks for x in chunk) != total:
         raise ShapeError("a patch was computed before the whole sequence, so the keys of the other patches are missing")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Layout, Piece, pack_tensors, packet_bytes, unpack_tensors
 
 _MARK = Piece((1,), torch.uint8)
 
@@ -19,13 +19,13 @@ def empty_packet(layout: Layout, device: torch.device) -> Tensor:
 
 def packet_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Copy tensors into a packet."""
-    return pack([*tensors, torch.zeros(1, dtype=torch.uint8, device=device)])
+    return pack_tensors([*tensors, torch.zeros(1, dtype=torch.uint8, device=device)])
 
 
 def failure_packet(layout: Layout, device: torch.device) -> Tensor:
     """Return the packet of a stage that has failed, in place of tensors of this layout."""
     packet = empty_packet(layout, device)
-    unpack(packet, [*layout, _MARK])[-1].fill_(1)
+    unpack_tensors(packet, [*layout, _MARK])[-1].fill_(1)
     return packet
 
 
@@ -34,5 +34,5 @@ def read_packet(packet: Tensor, layout: Layout) -> tuple[list[Tensor], bool]:
 
     Synchronises the host once: it must know whether to compute. A message between hosts would wait as long.
     """
-    *tensors, mark = unpack(packet, [*layout, _MARK])
+    *tensors, mark = unpack_tensors(packet, [*layout, _MARK])
     return tensors, bool(mark.item())

@@ -70,7 +70,7 @@ class PatchCalls:
     memory: BufferMemory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = BufferMemory(self.installed, None if self.stage is None else self.stage.own, self.patches)
+        self.memory = BufferMemory(self.installed, None if self.stage is None else self.stage.range, self.patches)
 
     def install(self) -> list[Undo]:
         """Divide the blocks into stages, follow the names of the branches of guidance, and check the memory."""
@@ -125,8 +125,8 @@ class PatchCalls:
         Args: owner: the CFG branch that computes this call; None: branches take turns.
         Ranks: all stages of all CFG branches, with equal arguments; all of each context group.
         """
-        given = (args, kwargs)
-        args, kwargs = held_tensors(given)
+        call = (args, kwargs)
+        args, kwargs = held_tensors(call)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if needs_gradients(self.installed.module, (args, kwargs)):
             raise PlanError(
@@ -145,7 +145,7 @@ class PatchCalls:
         start = (
             partial(self._compute_start, compute, forwards, self.branches.new_evaluation()) if is_own else _knows_all
         )
-        self.results.enter(self.stage, (key, len(forwards)), branch.owner, given, start)
+        self.results.enter(self.stage, (key, len(forwards)), branch.owner, call, start)
         if is_own:
             return self._run_in(branch, partial(self._run_stage, compute, forwards, key, branch.owner))
         branch.done += 1
@@ -177,8 +177,8 @@ class PatchCalls:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
         plan = self.installed.rules.patches
         assert plan is not None, "parallelize_pipeline refuses other classes"
-        given = arguments_by_name(self.installed.signature, args, kwargs)
-        masks = of_type(torch.Tensor, [given.get(name) for name in plan.masks])
+        arguments = arguments_by_name(self.installed.signature, args, kwargs)
+        masks = of_type(torch.Tensor, [arguments.get(name) for name in plan.masks])
         return key_of((args, kwargs)), tuple(tuple(mask.sum(-1).flatten().tolist()) for mask in masks)
 
     def _forwards(self, branch: PatchBranch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
@@ -209,7 +209,6 @@ class PatchCalls:
             branch.done += 1
 
     def _run(self, compute: Callable[..., Any], forwards: list[_Forward]) -> Any:
-        """Run the forwards of a call, all blocks on this rank."""
         output, evaluation = None, current_evaluation(self.installed.session)
         for forward in forwards:
             if evaluation is not None:
@@ -224,7 +223,7 @@ class PatchCalls:
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
         samples, compute = self._samples(forwards), partial(_unless_interrupted, results.votes, compute)
-        found, keys = [], [*(x.key for x in forwards), None]
+        outputs, keys = [], [*(x.key for x in forwards), None]
         start_results = partial(results.transfers.start, newest=stage.links.later_stages)
         for i, forward in enumerate(forwards):
             stage.links.expect(keys[i], keys[i + 1], start_results)
@@ -232,14 +231,14 @@ class PatchCalls:
                 stage.error = stage.error or StageFailedError()
             if evaluation is not None:
                 evaluation.begin(forward.patch)
-            found.append(stage.forward(compute, forward.args, forward.kwargs, forward.key))
-            results.transfers.put(result, i, found[-1], is_whole=samples is None)
+            outputs.append(stage.forward(compute, forward.args, forward.kwargs, forward.key))
+            results.transfers.put(result, i, outputs[-1], is_whole=samples is None)
             if stage.links.is_ahead:
                 start_results()
-        output = found[-1]
+        output = outputs[-1]
         if samples is not None and stage.is_last and stage.error is None:
             try:
-                output = join_samples(found, samples)
+                output = join_samples(outputs, samples)
             except ShapeError as error:
                 stage.error = error
         return results.finish(result, output, samples)

@@ -41,11 +41,11 @@ def make_patch_calls(
     """
     if ranks.pipe == patches == 1:
         return {}
-    found = {}
+    patch_calls = {}
     results = None
     if ranks.pipe_results:
         assert ranks.control is not None, "several ranks share a sample"
-        transfers = ResultTransfers(ranks.pipe_groups, ranks.pipe_results, ranks.control, ranks.cfg_rank)
+        transfers = ResultTransfers(ranks.stages, ranks.pipe_results, ranks.control, ranks.cfg_rank)
         results = StageResults(transfers, votes, on_step)
     for name, installed in transformers.items():
         kind, plan = type(installed.module).__name__, installed.rules.patches
@@ -66,12 +66,12 @@ def make_patch_calls(
                     f"{path} of {kind} is compiled, which patches and stages do not support: do not compile it"
                 )
         counts = None if isinstance(pipe, int) else pipe
-        stage = None if results is None else make_stage(installed, ranks.pipe_groups, transfers.control, counts)
+        stage = None if results is None else make_stage(installed, ranks.stages, transfers.control, counts)
         branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)
-        found[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
+        patch_calls[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
     for name in experts:
-        found[name].branches.experts = [found[other].branches for other in experts if other != name]
-    return found
+        patch_calls[name].branches.experts = [patch_calls[other].branches for other in experts if other != name]
+    return patch_calls
 
 
 def refuse_caches(installed: Installed) -> None:

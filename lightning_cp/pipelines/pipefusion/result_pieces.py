@@ -21,11 +21,11 @@ def parts_of_patches(known: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
     """
     if not known or not all(known):
         return None
-    found = [torch.full(x.shape, len(known) - 1, dtype=torch.int16, device=x.device) for x in known[0]]
+    numbers = [torch.full(x.shape, len(known) - 1, dtype=torch.int16, device=x.device) for x in known[0]]
     for number in reversed(range(len(known) - 1)):
-        for parts, mask in zip(found, known[number], strict=True):
+        for parts, mask in zip(numbers, known[number], strict=True):
             parts[mask] = number
-    return [x.flatten().cpu() for x in found]
+    return [x.flatten().cpu() for x in numbers]
 
 
 def parts_of_samples(layout: Layout, sizes: Sequence[int]) -> list[Tensor] | None:

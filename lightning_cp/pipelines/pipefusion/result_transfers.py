@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
@@ -67,14 +67,14 @@ class ResultTransfers:
     All these ranks call the methods in order, except `take`.
 
     Attributes:
-        groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
+        stages: the ranks that hold the stages of this rank's branch.
         results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
             send waits for another one (with NCCL, a rank sends and receives in order).
         control: a gloo group that contains them, for forms and positions.
         branch: this rank's CFG branch.
     """
 
-    groups: MeshGroups
+    stages: StageGroup
     results: Sequence[dist.ProcessGroup]
     control: dist.ProcessGroup
     branch: int = 0
@@ -85,15 +85,14 @@ class ResultTransfers:
     @property
     def is_first(self) -> bool:
         """True on the first stage."""
-        return self.groups.context_rank == 0
+        return self.stages.stage == 0
 
     def is_source(self, result: StageResult) -> bool:
         """Return True on the rank that computes a result: the last stage of its branch."""
-        return self.branch == result.owner and self.groups.context_rank == self.groups.context_size - 1
+        return self.branch == result.owner and self.stages.stage == self.stages.num_stages - 1
 
     def _source(self, result: StageResult) -> int:
-        """Return the rank in `group` that computes a result."""
-        return (result.owner + 1) * self.groups.context_size - 1
+        return (result.owner + 1) * self.stages.num_stages - 1
 
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
         """Return the positions of each piece of a result; empty if they are not known."""
@@ -140,13 +139,15 @@ class ResultTransfers:
         if not self.is_source(result):
             self._delayed.append(partial(self._start_receive, result, layout))
             return
-        own = iter(tensors)
+        remaining = iter(tensors)
         if not tensors:
             values = []
         elif is_whole:
             values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
         else:
-            values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
+            values = [
+                next(remaining).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)
+            ]
         self._delayed.append(partial(self._send, result, values, layout))
 
     def start(self, *, newest: int = 0) -> None:
@@ -173,8 +174,8 @@ class ResultTransfers:
         self.start()
         key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
-            found = form_and_tensors(output)[0] if is_source and stage.error is None else None
-            form = self._broadcast(found, result)
+            local_form = form_and_tensors(output)[0] if is_source and stage.error is None else None
+            form = self._broadcast(local_form, result)
             if form is None:
                 return None
             self._forms[key] = form
@@ -227,8 +228,8 @@ class ResultTransfers:
         result.failed = result.failed or result.stage.error is not None
         device = self._forms[result.key].device
         packet = failure_packet(layout, device) if result.failed else packet_of(tensors, device)
-        own, group = self._source(result), self.results[result.owner]
-        sends = [(peer, packet) for peer in range(group.size()) if peer != own]
+        source, group = self._source(result), self.results[result.owner]
+        sends = [(peer, packet) for peer in range(group.size()) if peer != source]
         result.outgoing.append(exchange(sends, [], group=group))
 
     def _start_receive(self, result: StageResult, layout: Layout) -> None:

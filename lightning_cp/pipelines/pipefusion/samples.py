@@ -41,9 +41,9 @@ def select_from_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a transformer's call for some of its samples; see `select_samples`."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    given = [*names, *range(len(names), len(args))][: len(args)]
-    selected = select_samples({**dict(zip(given, args, strict=True)), **kwargs}, size, chosen, of_lists=of_lists)
-    return tuple(selected.pop(name) for name in given), selected
+    keys = [*names, *range(len(names), len(args))][: len(args)]
+    selected = select_samples({**dict(zip(keys, args, strict=True)), **kwargs}, size, chosen, of_lists=of_lists)
+    return tuple(selected.pop(name) for name in keys), selected
 
 
 def select_samples(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0, min_dims: int = 1) -> Any:

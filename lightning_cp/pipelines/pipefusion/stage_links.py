@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_cp.comm.packet import Layout
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, unpickled_quietly
 
@@ -31,14 +31,14 @@ class StageLinks:
     """This rank's links to the previous and the next stage.
 
     Attributes:
-        groups: the ranks that hold the stages, as a ring, in order.
+        stages: the ranks that hold the stages.
         control: a gloo group that contains them, for forms. (In an NCCL group, sending an object creates a communicator
             for the pair of ranks, and both hosts wait.)
         forms: by key, the forms of the outputs of all blocks before this stage.
         sent_forms: by key, the forms of the outputs of all blocks up to this stage.
     """
 
-    groups: MeshGroups
+    stages: StageGroup
     control: dist.ProcessGroup
     forms: dict[Hashable, list[Form]] = field(default_factory=dict)
     sent_forms: dict[Hashable, list[Form]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class StageLinks:
     @property
     def is_ahead(self) -> bool:
         """True if this rank has started to receive the following forward's tensors, or does not receive any."""
-        return self.groups.context_rank == 0 or self._following is None or self._following in self._incoming
+        return self.stages.stage == 0 or self._following is None or self._following in self._incoming
 
     def _expect(self, key: Hashable) -> None:
         """Start to receive tensors, if their form is known. A new form arrives first, in a message of its own."""
@@ -82,7 +82,7 @@ class StageLinks:
         Raises: StageFailedError: the previous stage has failed.
         """
         if key not in self.forms:
-            forms = self._receive_object()
+            forms = receive_object(dist.get_global_rank(self.group, self.stages.stage - 1), self.control)
             if forms is None:
                 self._start_results()
                 raise StageFailedError
@@ -98,13 +98,13 @@ class StageLinks:
             raise StageFailedError
         return [*map(zeros, earlier), last.filled(tensors)]
 
-    def send(self, key: Hashable, own: Sequence[Form], tensors: Sequence[Tensor]) -> None:
+    def send(self, key: Hashable, local_forms: Sequence[Form], tensors: Sequence[Tensor]) -> None:
         """Send the outputs of this stage's last block; before the first with this key, also their form.
 
         Args: own: forms of the outputs of this stage's blocks. tensors: tensors of the last of them.
         Raises: PlanError: the form differs from the previous one with this key; nothing was sent.
         """
-        forms = [*self.forms.get(key, []), *own]
+        forms = [*self.forms.get(key, []), *local_forms]
         if key in self.sent_forms:
             check_same(forms[-1].layout, self.sent_forms[key][-1].layout)
         else:
@@ -128,27 +128,24 @@ class StageLinks:
     @property
     def later_stages(self) -> int:
         """Number of stages after this one."""
-        return self.groups.context_size - 1 - self.groups.context_rank
+        return self.stages.num_stages - 1 - self.stages.stage
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Process group of the stages."""
-        assert self.groups.context is not None, "there are several stages"
-        return self.groups.context
+        assert self.stages.group is not None, "there are several stages"
+        return self.stages.group
 
     def _start_receive(self, key: Hashable) -> tuple[Tensor, Pending]:
         form = self.forms[key][-1]
         buffer = empty_packet(form.layout, form.device)
-        return buffer, exchange([], [(self.groups.context_rank - 1, buffer)], group=self.group)
+        return buffer, exchange([], [(self.stages.stage - 1, buffer)], group=self.group)
 
     def _start_send(self, packet: Tensor) -> None:
-        self._sent.append(exchange([(self.groups.context_rank + 1, packet)], [], group=self.group))
+        self._sent.append(exchange([(self.stages.stage + 1, packet)], [], group=self.group))
 
     def _send_object(self, value: Any) -> None:
-        send_object(value, dist.get_global_rank(self.group, self.groups.context_rank + 1), self.control)
-
-    def _receive_object(self) -> Any:
-        return receive_object(dist.get_global_rank(self.group, self.groups.context_rank - 1), self.control)
+        send_object(value, dist.get_global_rank(self.group, self.stages.stage + 1), self.control)
 
 
 def send_object(value: Any, target: int, control: dist.ProcessGroup) -> None:
@@ -164,11 +161,11 @@ def receive_object(source: int, control: dist.ProcessGroup) -> Any:
     return received[0]
 
 
-def check_same(found: Layout, expected: Layout) -> None:
+def check_same(actual: Layout, expected: Layout) -> None:
     """Raises: PlanError: a result has another layout than an earlier one with arguments of the same shapes."""
-    if list(found) != list(expected):
+    if list(actual) != list(expected):
         raise PlanError(
-            f"a forward with arguments of the same shapes had results {list(expected)} before and {list(found)} now, "
+            f"a forward with arguments of the same shapes had results {list(expected)} before and {list(actual)} now, "
             "so stages of blocks cannot exchange them: use pipe=1"
         )
 

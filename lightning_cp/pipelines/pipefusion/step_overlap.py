@@ -65,18 +65,18 @@ def is_independent(
         is_first: this is the first stage, which knows the same and earlier pieces; other stages know none.
     """
     complete = [[x.clone() for x in result.tensors] for result in results]
-    found = []
+    is_known = []
     for number, positions in enumerate(pieces):
         for result in results:
             _hide(result, number + 1 if is_first else 0)
         compute(later)
         tensors = compute_start(number)
-        found.append(tensors is not None and not _has_nan(tensors, positions))
+        is_known.append(tensors is not None and not _has_nan(tensors, positions))
         for result, values in zip(results, complete, strict=True):
             for held, x in zip(result.tensors, values, strict=True):
                 held.copy_(x)
     compute(later)
-    return all(found)
+    return all(is_known)
 
 
 def _hide(result: StageResult, start: int) -> None:

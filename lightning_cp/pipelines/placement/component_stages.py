@@ -142,9 +142,13 @@ class Stages:
 
 
 def make_stages(
-    pipe: Any, setting: Placement, components: Mapping[str, Any], found: Mapping[str, nn.Module], at: torch.device
+    pipe: Any,
+    setting: Placement,
+    components: Mapping[str, Any],
+    transformers: Mapping[str, nn.Module],
+    at: torch.device,
 ) -> Stages | None:
-    """Return the stages of a pipeline; None for the setting "together". Args: found: the transformers."""
+    """Return the stages of a pipeline; None for the setting "together". Args: transformers: by name."""
     if setting == "together":
         return None
     modules: dict[str, nn.Module] = {}
@@ -152,9 +156,9 @@ def make_stages(
         if isinstance(module, nn.Module) and not any(module is other for other in modules.values()):
             modules[name] = module
     order = getattr(pipe, "model_cpu_offload_seq", None)
-    stages = {name: _stage_of(name, module, found, order) for name, module in modules.items()}
+    stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
     known = {name: stage for name, stage in stages.items() if stage is not None}
-    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, found))
+    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, transformers))
 
 
 def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:

@@ -18,6 +18,7 @@ from lightning_cp.files import modular_message
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.pipelines.components import load_pipeline
 
+_SETTING = "model.pretrained"  # holds the source
 _CODE = "contains Python code, which is not run: use a pipeline with classes from diffusers and transformers only"
 
 
@@ -29,86 +30,79 @@ class ConfigOnly:
     dtype: torch.dtype
 
 
-def load_encoders(
-    source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None, setting: str = "model.pretrained"
-) -> Any:
+def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None) -> Any:
     """Load a pipeline from a folder or from the Hub; its transformers are `ConfigOnly`.
 
-    Args:
-        vae_dtype: dtype of the VAEs; None: `dtype`.
-        setting: name of the setting that holds `source`, for error messages.
+    Args: vae_dtype: dtype of the VAEs; None: `dtype`.
     Raises: ValueError: it cannot be loaded. FamilyError: no family is registered for its class, or a component that
         encodes is missing.
     """
-    index = _index(source, setting)
-    kind = _class(source, index, setting)
+    index = _index(source)
+    kind = _class(source, index)
     components = family_class(kind).components
-    _check_components(source, index, kind, (*components.text, *components.media), setting)
+    _check_components(source, index, kind, (*components.text, *components.media))
     configs = {
-        name: _config_of(source, name, index[name], dtype, setting)
-        for name in components.train
-        if _is_there(index, name)
+        name: _config_of(source, name, index[name], dtype) for name in components.train if _is_there(index, name)
     }
     if not configs:
-        raise FamilyError(f"{setting}={source} has no transformer: it must have one of {', '.join(components.train)}")
+        raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
     dtypes = {"default": dtype, **{name: vae_dtype or dtype for name in components.media if name.endswith("vae")}}
-    pipe = load_pipeline(source, dtypes, setting=setting, without=list(configs), kind=_requiring(kind, configs))
+    pipe = load_pipeline(source, dtypes, setting=_SETTING, without=list(configs), kind=_requiring(kind, configs))
     pipe.__class__ = kind
     for name, config in configs.items():
         setattr(pipe, name, config)
     return pipe
 
 
-def pipeline_class(source: str, *, setting: str = "model.pretrained") -> type:
+def pipeline_class(source: str) -> type:
     """Return the class of a pipeline in a folder or on the Hub.
 
-    Args: setting: name of the setting that holds `source`, for error messages.
     Raises: ValueError: there is no pipeline, or its class is not one of diffusers.
     """
-    return _class(source, _index(source, setting), setting)
+    return _class(source, _index(source))
 
 
-def _index(source: str, setting: str) -> dict[str, Any]:
+def _index(source: str) -> dict[str, Any]:
     """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged, or that of a modular pipeline."""
     import diffusers
 
     try:
         index: Any = diffusers.DiffusionPipeline.load_config(source)
     except (OSError, ValueError, RecursionError) as error:
-        message = f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}"
+        message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
         with suppress(OSError, ValueError, RecursionError):
             modular: Any = diffusers.ModularPipeline.load_config(source)
-            message = modular_message(modular.get("_class_name"), f"{setting}={source}")
+            message = modular_message(modular.get("_class_name"), f"{_SETTING}={source}")
         raise ValueError(message) from None
     if not isinstance(index, dict) or not index.get("_class_name"):
-        raise ValueError(f"{setting}={source}: its model_index.json names no pipeline class")
+        raise ValueError(f"{_SETTING}={source}: its model_index.json names no pipeline class")
     return index
 
 
-def _class(source: str, index: dict[str, Any], setting: str) -> type:
+def _class(source: str, index: dict[str, Any]) -> type:
     """Return the pipeline's class. Raises: ValueError: it is not one of diffusers."""
     import diffusers
 
     name = index["_class_name"]
     if not isinstance(name, str):
-        raise ValueError(f"{setting}={source} {_CODE}: its pipeline class is {name}")
+        raise ValueError(f"{_SETTING}={source} {_CODE}: its pipeline class is {name}")
     kind: Any = getattr(diffusers, name, None)
     if not isinstance(kind, type):
-        raise ValueError(f"{setting}={source}: diffusers {diffusers.__version__} has no {name}")
+        raise ValueError(f"{_SETTING}={source}: diffusers {diffusers.__version__} has no {name}")
     return kind
 
 
-def _check_components(source: str, index: dict[str, Any], kind: type, encoding: Sequence[str], setting: str) -> None:
+def _check_components(source: str, index: dict[str, Any], kind: type, encoding: Sequence[str]) -> None:
     """Raise FamilyError if a component that encodes is missing, and ValueError if a component's folder is missing."""
     arguments = inspect.signature(kind).parameters
     needed = [x for x in encoding if x in arguments and arguments[x].default is inspect.Parameter.empty]
     missing = [name for name in needed if not _is_there(index, name)]
     if missing:
-        raise FamilyError(f"{setting}={source} has no {' and no '.join(missing)}, which encode the data")
+        raise FamilyError(f"{_SETTING}={source} has no {' and no '.join(missing)}, which encode the data")
     present = [name for name in arguments if _is_there(index, name)]
     folders = [name for name in present if Path(source).is_dir() and not (Path(source) / name).is_dir()]
     if folders:
-        raise ValueError(f"{setting}={source} cannot be loaded: the folder {folders[0]} is missing in it")
+        raise ValueError(f"{_SETTING}={source} cannot be loaded: the folder {folders[0]} is missing in it")
 
 
 def _is_there(index: dict[str, Any], name: str) -> bool:
@@ -131,26 +125,26 @@ def _requiring(kind: type, names: Collection[str]) -> type:
         def __init__(self, **components: Any) -> None:
             super().__init__(**components)
 
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     by_name = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in required]
-    Encoding.__init__.__signature__ = inspect.Signature([own, *by_name])  # type: ignore[attr-defined]
+    Encoding.__init__.__signature__ = inspect.Signature([this, *by_name])  # type: ignore[attr-defined]
     return Encoding
 
 
-def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype, setting: str) -> ConfigOnly:
+def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype) -> ConfigOnly:
     """Read a transformer's config, with the class's defaults for what the file leaves out."""
     import diffusers
 
     library, class_name = entry
     if library != "diffusers":
-        raise ValueError(f"{setting}={source} {_CODE}: its {name} is {library}.{class_name}")
+        raise ValueError(f"{_SETTING}={source} {_CODE}: its {name} is {library}.{class_name}")
     kind = getattr(diffusers, class_name, None)
     if kind is None:
         raise FamilyError(f"{name} of {source} is a {class_name}, which is not in diffusers {diffusers.__version__}")
     try:
         config = kind.load_config(source, subfolder=name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}") from None
     with torch.device("meta"):
         model = kind.from_config(config)
     return ConfigOnly(model.config, dtype)

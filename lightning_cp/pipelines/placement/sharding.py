@@ -34,7 +34,7 @@ def is_vae(module: object) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
 
 
-def rank_device(ranks: SampleGroups) -> torch.device:
+def sampling_device(ranks: SampleGroups) -> torch.device:
     """Return the device on which this rank computes."""
     mesh = ranks.context.mesh
     kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,8 +93,8 @@ def check_placement(
 
 def _mapped_devices(thing: Any) -> set[str]:
     """Return the devices in a pipeline's or model's `device_map`, which may also be the name of a single device."""
-    found = getattr(thing, "hf_device_map", None) or {}
-    return {str(device) for device in found.values()} if isinstance(found, Mapping) else {str(found)}
+    device_map = getattr(thing, "hf_device_map", None) or {}
+    return {str(device) for device in device_map.values()} if isinstance(device_map, Mapping) else {str(device_map)}
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -122,7 +122,7 @@ def layers_to_shard(
     for name, module in components.items():
         if isinstance(module, nn.Module) and any(isinstance(inner, FSDPModule) for inner in module.modules()):
             raise PlanError(f"{name} is already sharded (FSDP): load it unsharded, and set shard=[{name!r}]")
-    found: dict[str, list[nn.Module]] = {}
+    by_component: dict[str, list[nn.Module]] = {}
     for name in names:
         module = components.get(name)
         if not isinstance(module, nn.Module):
@@ -134,11 +134,11 @@ def layers_to_shard(
                 f"shard={name!r}: a transformer is sharded over the ranks that compute the same branch of guidance, "
                 f"but with cfg={ranks.cfg} and ring x ulysses = 1 each branch has one rank: increase ring or ulysses"
             )
-        others = {layer for layers in found.values() for layer in layers}
-        found[name] = [layer for layer in dict.fromkeys(_layers(module)) if layer not in others]
+        others = {layer for layers in by_component.values() for layer in layers}
+        by_component[name] = [layer for layer in dict.fromkeys(_layers(module)) if layer not in others]
         if not _layers(module):
             raise PlanError(f"shard={name!r}: {type(module).__name__} has no lists of layers to shard")
-    return found
+    return by_component
 
 
 def _check_can_shard(name: str, module: nn.Module) -> None:
@@ -168,7 +168,7 @@ def _is_quantised(x: nn.Parameter) -> bool:
 
 
 def shard_layers(
-    found: Mapping[str, Sequence[nn.Module]],
+    by_component: Mapping[str, Sequence[nn.Module]],
     components: Mapping[str, Any],
     transformers: Mapping[str, nn.Module],
     ranks: SampleGroups,
@@ -180,11 +180,11 @@ def shard_layers(
     whole, and so do adapters and weights in another dtype than the main dtype of their layer (fp32 norms). Each
     component is then moved to the rank's device.
     """
-    for name, layers in found.items():
+    for name, layers in by_component.items():
         groups = ranks.context if name in transformers else ranks.sample
         if groups.context is None:
             continue
-        device = rank_device(ranks)
+        device = sampling_device(ranks)
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.
@@ -212,18 +212,18 @@ def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> Non
 
 
 def mark_unusable(
-    pipe: Any, found: Mapping[str, Sequence[nn.Module]], staged: Collection[str], error: BaseException
+    pipe: Any, by_component: Mapping[str, Sequence[nn.Module]], staged: Collection[str], error: BaseException
 ) -> None:
     """Make a pipeline raise at every call if some of its layers were sharded, or weights freed, before `error`.
 
-    Args: found: layers to shard, by component. staged: components whose blocks are divided into stages.
+    Args: by_component: layers to shard. staged: components whose blocks are divided into stages.
     """
-    is_sharded = any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers)
+    is_sharded = any(isinstance(layer, FSDPModule) for layers in by_component.values() for layer in layers)
     freed = [name for name in staged if any(not x.numel() for x in pipe.components[name].parameters())]
     if not is_sharded and not freed:
         return
     state = "only partly sharded" if is_sharded else f"without some weights of {', '.join(freed)}"
-    setting = f" with shard={list(found)}" if is_sharded else ""
+    setting = f" with shard={list(by_component)}" if is_sharded else ""
     message = (
         f"this {type(pipe).__name__} is {state}, because parallelize_pipeline failed{setting} "
         f"({text_of(error)}): load it again"
@@ -236,7 +236,6 @@ def mark_unusable(
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the entries with parameters of the outermost module lists."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if any(True for _ in layer.parameters())]
     return [layer for child in module.children() for layer in _layers(child)]

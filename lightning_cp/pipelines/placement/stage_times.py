@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.pipelines.state import state_of
+from lightning_cp.pipelines.state import parallel_state
 from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 
@@ -33,7 +33,7 @@ class StageTimes:
 
     def watch(self, pipe: Any) -> Undo:
         """Start to measure the calls of a pipeline. Returns: a function to stop. Raises: ValueError: not parallel."""
-        undo = [intercept_calls(pipe.components[name], self._step) for name in state_of(pipe).transformers]
+        undo = [intercept_calls(pipe.components[name], self._step) for name in parallel_state(pipe).transformers]
         undo.append(intercept_calls(pipe, self._call))
         return functools.partial(undo_all, undo)
 

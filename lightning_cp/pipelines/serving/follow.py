@@ -16,13 +16,13 @@ from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.placement.sharding import rank_device
+from lightning_cp.pipelines.placement.sharding import sampling_device
 from lightning_cp.pipelines.serving.leader import Leader
-from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run
+from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run_request
 from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.serving.requests import Requests
-from lightning_cp.pipelines.state import ParallelPipeline, state_of
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
 _log = logging.getLogger("lightning_cp")
@@ -55,26 +55,26 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     Raises: PlanError: the pipeline is not parallel. PeerMismatchError: data groups have other components. On rank 0,
         what `loop` raises. CallFailedError: on the other ranks, if `loop` raises.
     """
-    state = state_of(pipe)
-    rank, device = dist.get_rank() if dist.is_initialized() else 0, rank_device(state.ranks)
+    state = parallel_state(pipe)
+    rank, device = dist.get_rank() if dist.is_initialized() else 0, sampling_device(state.ranks)
     groups = sorted(state.ranks.data_groups, key=lambda ranks: 0 not in ranks)  # rank 0's is the first
     groups[0] = tuple(sorted(groups[0]))  # rank 0 leads it, wherever it is in a mesh
     pairs = [(0, ranks[0]) for ranks in groups[1:]]
     if pairs:
         _compare_groups(pipe, state)
-    own = next(i for i, ranks in enumerate(groups) if rank in ranks)
-    if own:
-        torch.manual_seed((torch.initial_seed() + own) % 2**63)
+    index = next(i for i, ranks in enumerate(groups) if rank in ranks)
+    if index:
+        torch.manual_seed((torch.initial_seed() + index) % 2**63)
     with _channels([*groups, *pairs, *(pair[::-1] for pair in pairs)]) as channels:
         within, links = channels[: len(groups)], channels[len(groups) :]
         requests, replies = links[: len(pairs)], links[len(pairs) :]
-        if rank != groups[own][0]:
-            _follow(pipe, state, within[own], device)
+        if rank != groups[index][0]:
+            _follow(pipe, state, within[index], device)
             return None
-        local = LocalGroup(pipe, state, within[own])
-        if own:
+        local = LocalGroup(pipe, state, within[index])
+        if index:
             name = type(pipe).__name__
-            _raise_end(serve(local, name, requests[own - 1], replies[own - 1], rank=rank, device=device))
+            _raise_end(serve(local, name, requests[index - 1], replies[index - 1], rank=rank, device=device))
             return None
         others = [RemoteGroup(*each, device) for each in zip(groups[1:], requests, replies, strict=True)]
         return _lead(Leader(pipe, state, [local, *others]), state, loop)
@@ -125,7 +125,7 @@ def _follow(pipe: Any, state: ParallelPipeline, requests: Requests, device: torc
                 args, kwargs = arguments.on(device)
                 if request.has_callback:
                     kwargs[CALLBACK] = no_change
-                run(pipe, request, args, kwargs)
+                run_request(pipe, request, args, kwargs)
         except Exception as error:
             if state.votes.broken is not None:
                 raise

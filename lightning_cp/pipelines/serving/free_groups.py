@@ -59,25 +59,25 @@ class FreeGroups:
                 self._free |= groups
                 self._changed.notify_all()
 
-    def _take(self, own: _Waiting, within_s: float | None) -> frozenset[int]:
+    def _take(self, waiting: _Waiting, within_s: float | None) -> frozenset[int]:
         with self._changed:
-            self._waiting.append(own)
+            self._waiting.append(waiting)
             try:
-                if not self._changed.wait_for(lambda: self._groups_for(own), within_s):
+                if not self._changed.wait_for(lambda: self._groups_for(waiting), within_s):
                     raise CallCancelledError(f"other calls have taken longer than this call's limit of {within_s} s")
-                groups = self._groups_for(own)
+                groups = self._groups_for(waiting)
                 self._free -= groups
                 return groups
             finally:
-                self._waiting.remove(own)
+                self._waiting.remove(waiting)
                 self._changed.notify_all()  # those behind it in the queue may have a group now
 
-    def _groups_for(self, own: _Waiting) -> frozenset[int]:
+    def _groups_for(self, waiting: _Waiting) -> frozenset[int]:
         """Return the groups that a call can take, after those that have waited longer; none if it must wait."""
         free = frozenset(self._free)
         for one in self._waiting:
             needed = frozenset(sorted(free)[:1]) if one.needed is None else one.needed
-            if one is own:
+            if one is waiting:
                 return needed if needed <= free else frozenset()
             free -= needed
         raise AssertionError("a call waits in the queue until it has its groups")

@@ -92,12 +92,12 @@ class LocalGroup:
         self._votes.interrupt = interrupt
         try:
             with self._votes.call(by_leader=True):
-                return run(self._pipe, call.request, call.args, kwargs)
+                return run_request(self._pipe, call.request, call.args, kwargs)
         finally:
             self._votes.interrupt = _goes_on
 
 
-def run(pipe: Any, request: Request, args: Any, kwargs: Any) -> Any:
+def run_request(pipe: Any, request: Request, args: Any, kwargs: Any) -> Any:
     """Call the pipeline, or its method. Ranks: all of the data group."""
     with use_degrees(pipe, request.degrees):
         return (method_of(pipe, request.name) if request.name else pipe)(*args, **kwargs)
@@ -110,8 +110,8 @@ def method_of(pipe: Any, name: str) -> Callable[..., Any]:
     method = attrgetter(name)(pipe)
     if not callable(method):
         raise TypeError(f"{type(pipe).__name__}.{name} is not a method")
-    found: Callable[..., Any] = method
-    return found
+    bound: Callable[..., Any] = method
+    return bound
 
 
 def _goes_on() -> None:

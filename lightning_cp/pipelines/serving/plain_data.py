@@ -170,9 +170,9 @@ def _dataclass(module: str, name: str) -> type | None:
     """Return a dataclass of diffusers by its name; None if it is something else. A request can name no other class."""
     if not module.startswith("diffusers."):
         return None
-    found = getattr(importlib.import_module(module), name, None)
-    is_one = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
-    return found if is_one else None
+    kind = getattr(importlib.import_module(module), name, None)
+    is_one = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module
+    return kind if is_one else None
 
 
 def bytes_tensor(data: bytes) -> Tensor:

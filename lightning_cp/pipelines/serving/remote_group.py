@@ -75,8 +75,8 @@ class RemoteGroup:
 
         def end_early() -> None:
             nonlocal reason, wait_for_end
-            if reason is None and (found := call.end_reason()) is not None:
-                reason = found
+            if reason is None and (end := call.end_reason()) is not None:
+                reason = end
                 wait_for_end = self._requests.start_send({}, PlainData.of())  # perhaps read after the reply only
 
         with self._breaking():

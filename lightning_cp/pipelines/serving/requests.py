@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.lost_connections import raise_if_lost
-from lightning_cp.comm.packet import Piece, pack, unpack
+from lightning_cp.comm.packet import Piece, pack_tensors, unpack_tensors
 from lightning_cp.job_secret import signed, verified
 from lightning_cp.pipelines.serving.plain_data import DTYPES, PlainData, bytes_tensor
 
@@ -126,7 +126,7 @@ def to_bytes(fields: Mapping[str, Any], arguments: PlainData) -> bytes:
     """Encode a request: the size of a JSON header, the header, the bytes of all tensors."""
     layout = [(list(x.shape), str(x.dtype)) for x in arguments.tensors]
     header = json.dumps({"fields": dict(fields), "tree": arguments.tree, "layout": layout}).encode()
-    packed = pack(arguments.tensors).numpy().tobytes() if arguments.tensors else b""
+    packed = pack_tensors(arguments.tensors).numpy().tobytes() if arguments.tensors else b""
     return len(header).to_bytes(_HEADER_BYTES) + header + packed
 
 
@@ -135,4 +135,4 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], PlainData]:
     start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES])
     header = json.loads(data[_HEADER_BYTES:start])
     layout = [Piece(tuple(shape), DTYPES[dtype]) for shape, dtype in header["layout"]]
-    return header["fields"], PlainData(header["tree"], unpack(bytes_tensor(data[start:]), layout))
+    return header["fields"], PlainData(header["tree"], unpack_tensors(bytes_tensor(data[start:]), layout))

@@ -76,7 +76,7 @@ def rank_command(job: Any, local_rank: int) -> list[str]:
     flags = {"--config-path": "-cp", "--config-name": "-cn", "--config-dir": "-cd"}
     for flag, short in flags.items():
         parser.add_argument(flag, short, dest=flag)
-    given, _ = parser.parse_known_args(sys.argv[1:])
+    hydra_flags, _ = parser.parse_known_args(sys.argv[1:])
     grammar = sys.modules["hydra.core.override_parser.types"]
     single = grammar.Quote.single
     settings = {
@@ -89,7 +89,7 @@ def rank_command(job: Any, local_rank: int) -> list[str]:
     return [
         sys.executable,
         *([script] if spec is None else ["-m", spec.name]),
-        *(word for flag, value in vars(given).items() if value is not None for word in (flag, value)),
+        *(word for flag, value in vars(hydra_flags).items() if value is not None for word in (flag, value)),
         *job.overrides.hydra,
         *job.overrides.task,
         *(f"hydra.{name}={grammar.QuotedString(value, single).with_quotes()}" for name, value in settings.items()),

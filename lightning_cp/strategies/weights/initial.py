@@ -56,14 +56,14 @@ class MissingWeights:
             device: device of the collectives.
         Ranks: the whole world. Raises: ValueError: a weight was renamed since the comparison.
         """
-        found = dict(_named_tensors(module))
+        targets = dict(_named_tensors(module))
         for name in self.first_names:
-            if name not in found:
+            if name not in targets:
                 raise ValueError(
                     f"{name} cannot be sent from rank 0, because it is no longer a weight of {type(module).__name__}: "
                     "keep the names of weights in parallelize_fn, or load the weights on every rank"
                 )
-            target = found[name]
+            target = targets[name]
             value = self.values.pop(name, None)
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if value is None else value
             copy_full_tensor(_broadcast(full, device), target)
@@ -116,10 +116,10 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
     tensors = compared_tensors(module, buffers=buffers)
-    own = [_describe(name, x) for name, x in tensors.items()]
-    if _all_equal(own):
+    local_entries = [_describe(name, x) for name, x in tensors.items()]
+    if _all_equal(local_entries):
         return MissingWeights()
-    by_rank = [{entry.name: entry for entry in entries} for entries in gather_objects(own, dist.group.WORLD)]
+    by_rank = [{entry.name: entry for entry in entries} for entries in gather_objects(local_entries, dist.group.WORLD)]
     _check_same_module(by_rank, type(module).__name__)
     differ, missing = [], []
     for name in by_rank[0]:
@@ -132,8 +132,8 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
         copy_full_tensor(_broadcast(tensors[name].detach(), device), tensors[name])
     if differ or missing:
         rank_zero_only(_log.info)(
-            f"{type(module).__name__}: {len(differ) + len(missing)} of {len(own)} initial weights and buffers differ "
-            "between ranks; every rank starts from rank 0's"
+            f"{type(module).__name__}: {len(differ) + len(missing)} of {len(local_entries)} initial weights and "
+            "buffers differ between ranks; every rank starts from rank 0's"
         )
     values = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
     missing_ids = {id(tensors[name]) for name in missing}
@@ -190,9 +190,9 @@ def _describe(name: str, x: Tensor) -> _Entry:
     return _Entry(name, kind, "meta", 0) if x.is_meta else _Entry(name, kind, "values", checksum(x))
 
 
-def _all_equal(own: list[_Entry]) -> bool:
+def _all_equal(entries: list[_Entry]) -> bool:
     """Return whether every rank has the same entries. Synchronises the host."""
-    numbers = digest_ints(own)
+    numbers = digest_ints(entries)
     assert dist.group.WORLD is not None, "the caller has checked that there is a process group"
     return all(other == numbers for other in all_gather_ints(numbers, group=dist.group.WORLD))
 

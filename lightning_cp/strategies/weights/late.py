@@ -38,10 +38,10 @@ class LateWeights:
         """
         if not self._added:
             return
-        own = [weights.now() for weights in self._modules.values()]
+        states = [weights.now() for weights in self._modules.values()]
         self._modules.clear()
         self._added = 0
-        gathered = gather_objects(own, dist.group.WORLD)
+        gathered = gather_objects(states, dist.group.WORLD)
         by_rank: list[dict[int, _Now]] = [
             {now.number: now for now in one} for one in gathered
         ]  # a rank may have freed a module earlier
@@ -101,7 +101,6 @@ class _WeightsAtSetup:
 
     @torch.no_grad()
     def now(self) -> _Now:
-        """Return the present state."""
         sums = {name: checksum(x) for name, x in self._whole.items() if not x.is_meta and x.layout == torch.strided}
         changed = next((name for name, x in self._shards.items() if x.has_changed()), None)
         return _Now(self._number, self._name, sums, changed)
@@ -109,18 +108,20 @@ class _WeightsAtSetup:
 
 def _compare(module: str, by_rank: dict[int, _Now]) -> None:
     """Compare one module between ranks. Raises: ValueError: see `LateWeights.check`."""
-    found = ""
+    difference = ""
     for rank, other in by_rank.items():
         differ = [name for name, first in by_rank[0].sums.items() if other.sums.get(name, first) != first]
-        found = found or (f"{differ[0]} on rank {rank} differs from rank 0's" if differ else "")
+        difference = difference or (f"{differ[0]} on rank {rank} differs from rank 0's" if differ else "")
     loaded = {rank: now.changed for rank, now in by_rank.items() if now.changed is not None}
     others = [rank for rank in by_rank if rank not in loaded]
     if loaded and others:
         rank, name = next(iter(loaded.items()))
-        found = found or f"{name}, which is sharded, was changed on rank {rank}, and nothing was on rank {others[0]}"
-    if found:
+        difference = (
+            difference or f"{name}, which is sharded, was changed on rank {rank}, and nothing was on rank {others[0]}"
+        )
+    if difference:
         raise ValueError(
-            f"weights of {module} were loaded on some ranks only, after set-up: {found}. Load them before set-up (on "
-            "one rank or on all), or on every rank (for sharded weights, set_model_state_dict of "
+            f"weights of {module} were loaded on some ranks only, after set-up: {difference}. Load them before set-up "
+            "(on one rank or on all), or on every rank (for sharded weights, set_model_state_dict of "
             "torch.distributed.checkpoint.state_dict with broadcast_from_rank0=True)"
         )

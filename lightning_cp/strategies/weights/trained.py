@@ -159,8 +159,8 @@ class _Watched:
         changed = self.has_changed(wrapper)
         if self.peers is None:
             return changed
-        own = torch.full((1,), float(changed), dtype=torch.float64, device=gather_device(self.peers))
-        self.exchange = gather_in_background(own, group=self.peers)
+        vote = torch.full((1,), float(changed), dtype=torch.float64, device=gather_device(self.peers))
+        self.exchange = gather_in_background(vote, group=self.peers)
         return changed and not self.differs_among_peers()
 
     def differs_among_peers(self) -> bool:
@@ -199,18 +199,18 @@ def _fingerprint(wrapper: nn.Module) -> list[tuple[int, str, int]]:
     It is compared in each step. On one core, 2,280 parameters of 1,200 modules take 1.1 ms (`_trained`: 3 ms).
     """
     left, is_ddp = [_inner(wrapper)], isinstance(wrapper, DistributedDataParallel)
-    found: list[tuple[int, str, int]] = []
+    trained: list[tuple[int, str, int]] = []
     while left:
         module = left.pop()
         if module._parameters:
             key = id(module)
-            found += [
+            trained += [
                 (key, name, id(x) if is_ddp else 0)
                 for name, x in module._parameters.items()
                 if x is not None and x.requires_grad
             ]
         left += [inner for inner in module._modules.values() if inner is not None]
-    return found
+    return trained
 
 
 def _trained(wrapper: nn.Module) -> dict[str, int]:

@@ -49,13 +49,13 @@ class _ModulesOfCallbacks(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         inside = set(module.modules())
-        own = {
+        modules = {
             f"{index}_{type(callback).__name__}_{name}": value
             for index, callback in enumerate(module.trainer.callbacks)
             for name, value in vars(callback).items()
             if isinstance(value, nn.Module) and value not in inside
         }
-        names = gather_objects(list(own), dist.group.WORLD)
-        for name, value in own.items():
+        names = gather_objects(list(modules), dist.group.WORLD)
+        for name, value in modules.items():
             if all(name in one for one in names):  # a module on one rank only, such as a metric's, is no copy
                 self.add_module(name, value)

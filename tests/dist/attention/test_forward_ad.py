@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import gathered
 from lightning_cp.comm.halo import halo_exchange, halo_ranges, sum_over_ranks
-from lightning_cp.comm.shards import gather, shard_range, shard_sizes
+from lightning_cp.comm.shards import gather_shards, shard_range, shard_sizes
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh.groups import groups_for
 from tests.dist.attention.test_exactness import HEADS, LENGTHS, ROTATED, by_default, lengths
@@ -173,7 +173,7 @@ def _linear(rank: int, world: int) -> None:
         first, last = halo_ranges(sizes, reach)[rank]
         cubes, seen = 3 * x.square() * change, {"gather": slice(None), "halo": slice(first, last)}
         for name, parallel in {
-            "gather": lambda y: gather(y, 1, sizes, groups),  # noqa: B023 - called within this pass
+            "gather": lambda y: gather_shards(y, 1, sizes, groups),  # noqa: B023 - called within this pass
             "halo": lambda y: halo_exchange(y, 1, sizes, reach, groups),  # noqa: B023
             "sum": lambda y: sum_over_ranks(y.sum(1), groups),
         }.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, context_parallel_attention
 from lightning_cp.app.benchmark.peers import diffusers_attention
-from lightning_cp.app.benchmark.trace import Trace, read_trace, record
+from lightning_cp.app.benchmark.trace import Trace, read_trace, record_trace
 from lightning_cp.attention import gathered
 from lightning_cp.comm.buffers import BUFFERS
 from tests.harness import RankPool
@@ -39,8 +39,8 @@ def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of functions that diffusers calls
         torch.autograd.backward(attend(), grad)
-        forward = read_trace(record(lambda: out.append(attend())))
-        backward = read_trace(record(lambda: torch.autograd.backward(out.pop(), grad)))
+        forward = read_trace(record_trace(lambda: out.append(attend())))
+        backward = read_trace(record_trace(lambda: torch.autograd.backward(out.pop(), grad)))
     return forward, backward
 
 
@@ -114,7 +114,7 @@ def _step_peak(rank: int, world: int, degrees: dict[str, int]) -> int:
 def _peak_beside_weights(step: Callable[[], None], model: nn.Module) -> int:
     """Their gradients are there already, but for the one that is being computed, of the largest at most."""
     step()
-    return read_trace(record(step)).peak_bytes - max(x.nbytes for x in model.parameters())
+    return read_trace(record_trace(step)).peak_bytes - max(x.nbytes for x in model.parameters())
 
 
 @pytest.mark.parametrize("mode", ["ring_degree", pytest.param("ulysses_degree", marks=pytest.mark.full)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
-from lightning_cp.app.benchmark.trace import read_trace, record, spans_of
+from lightning_cp.app.benchmark.trace import read_trace, record_trace, spans_of
 from lightning_cp.attention import gathered
 from tests.harness import RankPool
 
@@ -27,12 +27,12 @@ def _hidden(rank: int, world: int, method: str) -> list[list[int]]:
     slices = 2 * 2 * TOKENS * HEAD_DIM * 4  # of K and V of two heads: three slices
     out: list[Tensor] = []
     with mock.patch.dict(gathered.SLICE_BYTES, cpu=slices):
-        forward = record(
+        forward = record_trace(
             lambda: out.append(
                 context_parallel_attention(q, k, v, parallel_config=config, q_lengths=lengths, kv_lengths=lengths)
             )
         )
-        backward = record(lambda: out.pop().sum().backward())
+        backward = record_trace(lambda: out.pop().sum().backward())
     return [_kernels_within(forward), _kernels_within(backward)]
 
 

@@ -168,7 +168,7 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
         model.enable_gradient_checkpointing()
     if how == "selective":
         model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
-    exchanges = mock.patch.object(operator, "prepare", wraps=operator.prepare)
+    exchanges = mock.patch.object(operator, "prepare_attention", wraps=operator.prepare_attention)
     with exchanges as attentions, counted() as traffic:
         _, found = outcome(model, arguments)
     sent = traffic.ring_bytes + traffic.ulysses_bytes

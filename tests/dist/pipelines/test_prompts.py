@@ -146,7 +146,7 @@ class Halves:
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
     installed = SimpleNamespace(ranks=sampling_ranks(ContextParallelConfig()), stages=None, votes=Votes("Halves", None))
-    monkeypatch.setattr("lightning_cp.pipelines.prompts.state_of", lambda pipe: installed)
+    monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_state", lambda pipe: installed)
     return Halves()
 
 

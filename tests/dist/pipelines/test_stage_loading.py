@@ -25,7 +25,7 @@ def _staged(folder: Path, settings: dict[str, Any]) -> tuple[Any, list[str]]:
     """A pipeline whose transformer is built without weights, and the names of the weights that were read."""
     read, copy = list[str](), stream._copy
     pipe = load_pipeline(
-        str(folder), torch.float64, given={"transformer": meta_transformer(folder, dtype=torch.float64)}
+        str(folder), torch.float64, components={"transformer": meta_transformer(folder, dtype=torch.float64)}
     )
     pipe.set_progress_bar_config(disable=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def test_without_stages_the_whole_transformer_is_read(run_ranks: RankPool, tmp_p
 def _unreadable(rank: int, world: int, folder: Path) -> list[str]:
     """One rank cannot read its files: what is raised on each rank, and at a call of the pipeline afterwards."""
     pipe = load_pipeline(
-        str(folder), torch.float64, given={"transformer": meta_transformer(folder, dtype=torch.float64)}
+        str(folder), torch.float64, components={"transformer": meta_transformer(folder, dtype=torch.float64)}
     )
     said = []
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.training.finetune import FineTune
-from lightning_cp.app.training.fit import fit
+from lightning_cp.app.training.fit import fit_model
 from lightning_cp.app.training.records import read_metrics
 from lightning_cp.callbacks import EMACallback, StepMetrics
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
@@ -78,7 +78,7 @@ def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> lis
         config = compose("train", overrides)
     with _one_more():
         checked = check_config(config, Machine.this(), None).config
-        fit(checked, FineTune.of, after_step=lambda _: None, at_end=lambda _: None)
+        fit_model(checked, FineTune.of, after_step=lambda _: None, at_end=lambda _: None)
     return [row.loss for row in read_metrics(folder / "metrics.csv")]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.dcp_index import read_index
+from lightning_cp.checkpoint.dcp_index import read_dcp_index
 from lightning_cp.checkpoint.safe_load import check_file, load_dcp
 from tests.faults.checkpoint import gadgets
 from tests.faults.checkpoint.gadgets import GADGETS, RUN_IN_PICKLE, Runs, before, call, name, saved_with, text
@@ -87,7 +87,7 @@ def index_of(folder: Path) -> Any:
 
 def test_what_dcp_writes_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     folder = written(tmp_path / "saved")
-    ours, theirs = read_index(folder), index_of(folder)
+    ours, theirs = read_dcp_index(folder), index_of(folder)
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert same(loaded(folder), state())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.app.commands.precompute import report
+from lightning_cp.app.commands.precompute import report_precomputed
 from lightning_cp.app.terminal import console, print_error, printable, rich_text
 from lightning_cp.finetune import latent_cache
 from lightning_cp.media import Skipped
@@ -37,7 +37,7 @@ def test_precompute_reports_any_name(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(latent_cache, "LatentCache", lambda _: Cache())
     skipped = (Skipped(Path(NAME), f"{NAME}: no caption"),) * 11
-    report(Precomputed(11, 0, 0, 1, skipped), Path(f"/tmp/{NAME}"))
+    report_precomputed(Precomputed(11, 0, 0, 1, skipped), Path(f"/tmp/{NAME}"))
     shown = capsys.readouterr().out
     assert shown.startswith(f"/tmp/{SHOWN}: 0 samples")
     assert shown.count(f"skipped: {SHOWN}: no caption\n") == 10

@@ -59,7 +59,7 @@ def dies_at(moment: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     Manifest.write = counted(Manifest.write)  # type: ignore[method-assign]
     shutil.rmtree = counted(shutil.rmtree)
-    folders.exchange = counted(folders.exchange)
+    folders.exchange_folders = counted(folders.exchange_folders)
     folders.shutil.rmtree = shutil.rmtree  # type: ignore[attr-defined]
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     if sys.argv[3] == "moments":
         for step in (5, 6):
             print(*at_every_moment(parent, save, step=step))
-        folders.exchange = lambda *_: False
+        folders.exchange_folders = lambda *_: False
         print(*at_every_moment(parent, save, step=5))
     else:
         print(*at_random_times(parent, save))

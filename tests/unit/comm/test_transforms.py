@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_cp.comm.halo import fetch_halo, halo_exchange, sum_over_ranks
-from lightning_cp.comm.shards import gather
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.mesh.groups import SINGLE_RANK
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gather": lambda x: gather(x, 1, [5], SINGLE_RANK.name),
+    "gather": lambda x: gather_shards(x, 1, [5], SINGLE_RANK.name),
     "sum": lambda x: sum_over_ranks(x, SINGLE_RANK.name),
     "margin": lambda x: halo_exchange(x, 1, [5], 2, SINGLE_RANK.name),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.engine.peers.samples import SAMPLES, Sampler, difference
+from lightning_cp.engine.peers.samples import SAMPLES, Sampler, sampled_difference
 
 CPU = torch.device("cpu")
 X, NOISE = torch.randn(2, 2, 600, 64, generator=torch.Generator().manual_seed(3))  # a stretch has 18 or 19 elements
@@ -17,7 +17,7 @@ X, NOISE = torch.randn(2, 2, 600, 64, generator=torch.Generator().manual_seed(3)
 
 def _found(first: Any, other: Any, forward: int = 3) -> str | None:
     tables = [Sampler(["x", "y"]).table({"x": x}, forward=forward, device=CPU)[0] for x in (first, other)]
-    found = difference(torch.stack(tables).numpy(), ["x", "y"])
+    found = sampled_difference(torch.stack(tables).numpy(), ["x", "y"])
     return None if found is None else found[1]
 
 
@@ -121,5 +121,5 @@ def test_random_states_are_unchanged() -> None:
 
 def test_ranks_with_different_numbers_of_forwards_are_reported() -> None:
     tables = [Sampler(["x"]).table({"x": X}, forward=n, device=CPU)[0] for n in (6, 6, 7)]
-    found = difference(torch.stack(tables).numpy(), ["x"])
+    found = sampled_difference(torch.stack(tables).numpy(), ["x"])
     assert found == (2, "one has called the model 7 times and the other 6 times")

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lightning_cp.compat.versions import IncompatibleVersionError
-from lightning_cp.vae.classes import CLASSES, class_of
+from lightning_cp.vae.classes import CLASSES, vae_class_of
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -23,4 +23,4 @@ def test_a_renamed_loop_is_an_error() -> None:
         def spatially_tiled_decode(self) -> None: ...
 
     with pytest.raises(IncompatibleVersionError, match="over tiles: spatially_tiled_decode, tiled_decode"):
-        class_of(AutoencoderKLWan())
+        vae_class_of(AutoencoderKLWan())

@@ -69,14 +69,14 @@ def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> N
         }
         steps = {name: steps_of(attend) for name, attend in subjects.items()}
         steps[_PEER] = steps_of(peers.attentions(device)[_PEER](lengths))
-        found = _times(steps, settings, device)
-    _add_rows(f"One attention call, {ranks} ranks", found, result)
-    for name, times in found.items():
-        for which, own, peer in zip(_PASSES, times, found[_PEER], strict=True):
+        times_by_mode = _times(steps, settings, device)
+    _add_rows(f"One attention call, {ranks} ranks", times_by_mode, result)
+    for name, times in times_by_mode.items():
+        for which, seconds, peer in zip(_PASSES, times, times_by_mode[_PEER], strict=True):
             goal = GOALS.get((name, ranks, which))
             if goal is not None:
                 title = f"{name}, {ranks} ranks, {which}: host time over {_PEER}"
-                result.checks.append(Check(title, f"{own / peer:.2f}", f"≤ {goal}", own / peer <= goal))
+                result.checks.append(Check(title, f"{seconds / peer:.2f}", f"≤ {goal}", seconds / peer <= goal))
 
 
 def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: StageResult) -> None:
@@ -128,9 +128,12 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Stage
             makers[name] = functools.partial(_parallel, mode=mode)
         makers[_PEER] = peers.models(device)[_PEER]
         steps = {(name, n): steps_of(make, n) for name, make in makers.items() for n in (few, many)}
-        found = _times(steps, settings, device)
+        times_by_model = _times(steps, settings, device)
     each = {
-        name: [(b - a) / settings.blocks for a, b in zip(found[name, few], found[name, many], strict=True)]
+        name: [
+            (b - a) / settings.blocks
+            for a, b in zip(times_by_model[name, few], times_by_model[name, many], strict=True)
+        ]
         for name in makers
     }
     _add_rows(f"One {'compiled ' * compiled}block of a Wan transformer, {ranks} ranks", each, result)
@@ -145,7 +148,7 @@ def _times(
     steps: Mapping[Any, list[Callable[[], object]]], settings: DictConfig, device: torch.device
 ) -> dict[Any, list[float]]:
     """Measure seconds of thread CPU time per call, as the lowest fifth of the rounds, which are interleaved."""
-    found: dict[Any, list[list[float]]] = {name: [[] for _ in each] for name, each in steps.items()}
+    rounds: dict[Any, list[list[float]]] = {name: [[] for _ in each] for name, each in steps.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of functions that diffusers calls
         for round_ in range(settings.rounds + 1):
@@ -155,14 +158,17 @@ def _times(
                     for _ in range(settings.calls):
                         step()
                     if round_:  # the first one warms up
-                        found[name][index].append((time.thread_time() - started) / settings.calls)
+                        rounds[name][index].append((time.thread_time() - started) / settings.calls)
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
-    return {name: [sorted(times)[len(times) // 5] for times in each] for name, each in found.items()}
+    return {name: [sorted(times)[len(times) // 5] for times in each] for name, each in rounds.items()}
 
 
-def _add_rows(title: str, found: Mapping[str, list[float]], result: StageResult) -> None:
+def _add_rows(title: str, times_by_mode: Mapping[str, list[float]], result: StageResult) -> None:
     columns = ["mode", *(f"{which}, {unit}" for which in _PASSES for unit in ("µs", f"× {_PEER}"))]
-    for name, times in found.items():
-        cells = [(f"{1e6 * own:,.0f}", f"{own / peer:.2f}") for own, peer in zip(times, found[_PEER], strict=True)]
+    for name, times in times_by_mode.items():
+        cells = [
+            (f"{1e6 * seconds:,.0f}", f"{seconds / peer:.2f}")
+            for seconds, peer in zip(times, times_by_mode[_PEER], strict=True)
+        ]
         result.add_row(title, columns, [name, *(cell for pair in cells for cell in pair)])

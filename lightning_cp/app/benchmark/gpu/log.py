@@ -51,7 +51,6 @@ class LogWriter:
                 file.write(f"\n[{omitted - len(tail)} bytes left out]\n".encode() + tail)
 
     def _keep(self, chunk: bytes) -> None:
-        """Keep at least the last `TAIL_BYTES`."""
         self._chunks.append(chunk)
         while sum(map(len, self._chunks)) - len(self._chunks[0]) >= TAIL_BYTES:
             self._chunks.popleft()

@@ -48,7 +48,6 @@ class _Sizes(NamedTuple):
 
     @property
     def merge_dtype(self) -> torch.dtype:
-        """Dtype of merged outputs and of sums of gradients."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property

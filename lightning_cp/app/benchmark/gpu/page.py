@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
-from lightning_cp.app.benchmark.plots import draw
+from lightning_cp.app.benchmark.gpu.results import ResultTable, StageResult
+from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.report import Row, machine_name
 from lightning_cp.files import writing_new
 
@@ -66,12 +66,9 @@ def _summary(name: str, result: StageResult | None) -> list[str]:
     if result is None:
         return [name, "not run", ""]
     missed = sum(check.passed is False for check in result.checks)
-    text = result.error or (f"{missed} goals missed" if missed else "all goals met" if _goals(result) else "no goals")
+    has_goals = any(check.passed is not None for check in result.checks)
+    text = result.error or (f"{missed} goals missed" if missed else "all goals met" if has_goals else "no goals")
     return [name, text.replace("|", "/").replace("\n", " ")[:300], f"{result.seconds:.0f}"]
-
-
-def _goals(result: StageResult) -> list[Check]:
-    return [check for check in result.checks if check.passed is not None]
 
 
 def _ratio_tables(result: StageResult) -> Iterable[ResultTable]:
@@ -92,7 +89,7 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
     if ratios is not None and ratios.rows:
         for workload in dict.fromkeys(row["workload"] for row in ratios.rows):
             path = folder / f"gpu_{workload.replace(' ', '_')}.png"
-            draw([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
+            draw_workload([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
             plots.setdefault("one_rank", []).append(path)
     memory = results.get("memory")
     if memory is not None and memory.tables:
@@ -102,7 +99,6 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
 
 
 def _draw_memory(table: ResultTable, path: Path) -> None:
-    """Draw bars of measured and expected peak memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.5 * len(table.rows) + 1.4), layout="constrained")

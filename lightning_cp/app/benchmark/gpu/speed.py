@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.timing import dtype_name, fake_world, seconds_of
-from lightning_cp.app.benchmark.measure import measure
+from lightning_cp.app.benchmark.measure import measure_subjects
 from lightning_cp.app.benchmark.report import Row, rows_of
 from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
@@ -67,7 +67,7 @@ def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, 
     sizes = OmegaConf.merge(config.attention, {"backward": backward})
     with fake_world(ranks):
         subjects = one_rank(sizes, tokens, device)  # type: ignore[arg-type]
-        figures = measure(subjects, repeats=settings.repeats, seconds=settings.seconds, device=device)
+        figures = measure_subjects(subjects, repeats=settings.repeats, seconds=settings.seconds, device=device)
     rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, figures)
     result.rows += [dict(row) for row in rows]
     result.checks += _ratio_checks(rows, on_gpu=device.type == "cuda")
@@ -91,15 +91,15 @@ def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> 
         return
     with fake_world(settings.ranks):
         subjects = [x for x in one_rank(sizes, tokens, device) if x.name in (QUERIES_CALL, *_RING_MODES)]
-        figures = measure(subjects, repeats=settings.repeats, seconds=0.0, device=device)
+        figures = measure_subjects(subjects, repeats=settings.repeats, seconds=0.0, device=device)
     for name in (QUERIES_CALL, *_RING_MODES):
-        found, call = figures[name], figures[QUERIES_CALL]
+        figures_of_mode, call = figures[name], figures[QUERIES_CALL]
         title_of_check = f"{name}, {settings.ranks} ranks, {tokens:,} tokens: time over one call"
-        if found.refused or call.refused:
-            result.checks.append(Check(title_of_check, found.refused or call.refused, "runs", False))
+        if figures_of_mode.refused or call.refused:
+            result.checks.append(Check(title_of_check, figures_of_mode.refused or call.refused, "runs", False))
             continue
-        ratio = found.median_s / call.median_s
-        cells = [f"{found.median_s:.3f}", f"{ratio:.3f}", f"{found.peak_bytes / 1e9:.2f}"]
+        ratio = figures_of_mode.median_s / call.median_s
+        cells = [f"{figures_of_mode.median_s:.3f}", f"{ratio:.3f}", f"{figures_of_mode.peak_bytes / 1e9:.2f}"]
         result.add_row(title, columns, [f"{tokens:,}", name, *cells])
         if name != QUERIES_CALL and device.type == "cuda":
             result.checks.append(Check(title_of_check, f"{ratio:.3f}", f"≤ {RATIO_GOAL}", ratio <= RATIO_GOAL))

@@ -10,22 +10,24 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from lightning_cp.app.benchmark.trace import read_trace, record
+from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.compat.torch_names import fake_store
 
+_REPEATS = 20
 
-def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
+
+def seconds_of(step: Callable[[], object], device: torch.device) -> float:
     """Measure the median time of `step` in seconds; with CUDA events on a GPU."""
     for _ in range(3):
         step()
     if device.type == "cpu":
         times = []
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             started = time.perf_counter()
             step()
             times.append(time.perf_counter() - started)
         return statistics.median(times)
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]  # type: ignore[no-untyped-call]
     for begin, end in pairs:
         begin.record()
         step()
@@ -37,7 +39,7 @@ def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     """Measure the peak bytes that `step` allocates, without what was allocated before."""
     if device.type == "cpu":
-        return read_trace(record(step)).peak_bytes
+        return read_trace(record_trace(step)).peak_bytes
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.plots import colours, draw
+from lightning_cp.app.benchmark.plots import colours, draw_workload
 from lightning_cp.app.benchmark.report import count_ranks, markdown_page, rows_of, tables, write_csv
 from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED
 
@@ -56,7 +56,7 @@ def test_the_cost_of_comparing_peers_is_the_median_of_pairs() -> None:
 def test_a_subject_refused_at_one_length_is_drawn_at_the_others(lengths: tuple[int, ...], tmp_path: Path) -> None:
     rows = [row for ranks in (2, 4) for length in lengths for row in rows_of("attention", length, ranks, FOUND)]
     rows += rows_of("attention", 2048, 4, FOUND | {"theirs": FOUND["ring"]})
-    draw(rows, tmp_path / "picture.png")
+    draw_workload(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -70,7 +70,7 @@ def test_each_curve_has_its_own_colour_and_noisy_times_are_marked(
     subjects = {f"subject {i}": Figures(times_s=[1.0, 1.0, 1.0, 1.0], peak_bytes=1) for i in range(14)}
     for lengths in ((512, 1024), (512,)):
         rows = [row for length in lengths for row in rows_of("attention", length, 1, FOUND | subjects)]
-        draw(rows, tmp_path / "picture.png")
+        draw_workload(rows, tmp_path / "picture.png")
     lines, bars = (figure.axes[0] for figure in drawn)
     curves = [line for line in lines.lines if line.get_label() in {"ring", *subjects}]
     assert len({line.get_color() for line in curves}) == len(curves) == 15

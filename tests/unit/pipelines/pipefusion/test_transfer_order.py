@@ -10,7 +10,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.mesh.groups import SINGLE_RANK
+from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion import marked_packets, result_transfers, stage_links
 from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls, _Forward
@@ -95,12 +95,12 @@ def _program(rank: int, stages: int, patches: int, known: list[list[bool]], fail
     context = mock.Mock()
     context.name, group = _LINKS, mock.Mock()
     group.name, group.size = _RESULTS, lambda: stages
-    groups = replace(SINGLE_RANK, context=context, context_shape=(stages, 1), context_rank=rank)
+    stage_group = StageGroup(context, rank, stages)
     blocks = [nn.Identity() for _ in range(stages)]
     installed = mock.Mock()
     installed.session.evaluation = None
-    stage = BlockStage(installed, StageLinks(groups, mock.Mock()), blocks, range(rank, rank + 1))
-    results = StageResults(ResultTransfers(groups, [group], mock.Mock()), mock.Mock())
+    stage = BlockStage(installed, StageLinks(stage_group, mock.Mock()), blocks, range(rank, rank + 1))
+    results = StageResults(ResultTransfers(stage_group, [group], mock.Mock()), mock.Mock())
     results.overlaps = True
     calls = PatchCalls.__new__(PatchCalls)
     calls.installed, calls.patches, calls.stage, calls.results = installed, patches, stage, results
