@@ -12,6 +12,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "flux": ("flux", "Flux", "FluxPipeline"),
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
     "ltx": ("ltx", "LTX", "LTXPipeline"),
+    "ltx_condition": ("ltx", "LTXCondition", "LTXConditionPipeline"),
     "ltx_image_to_video": ("ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
     "ltx2": ("ltx2", "LTX2", "LTX2Pipeline"),
     "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
