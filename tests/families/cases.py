@@ -90,6 +90,7 @@ CASES = {
     "ltx": Case("ltx", "ltx", _LTX, fps=24.0),
     "ltx_without_frame_rate": Case("ltx", "ltx", _LTX),
     "ltx_decoder_with_time": Case("ltx", "ltx", _LTX, vae=_decoder_with_time),
+    "ltx_condition": Case("ltx", "ltx_condition", _LTX, fps=24.0),
     "ltx_image": Case("ltx", "ltx_image_to_video", _LTX, fps=24.0),
     "ltx2": Case("ltx2", "ltx2", _LTX, fps=25.0, sound=11_000),
     "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
