@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from lightning_cp.families import Media
-from tests.pipelines import table
+from tests.pipelines import table, vaes_video
 from tests.pipelines.common import loud
+from tests.pipelines.tiny import no_zeros
 
 CAPTIONS = ("a cat", "two green birds fly over the high mountains")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
@@ -27,6 +28,7 @@ class Case:
         size: frames, height and width of the pixels.
         reference: height and width of a reference picture.
         scheduler: returns a scheduler in place of the pipeline's.
+        vae: returns a VAE in place of the pipeline's.
         config: changes of the transformer's config.
         fps: frame rate of the clips, if it is given.
         sound: number of samples of the clips' sound; 0: none.
@@ -37,6 +39,7 @@ class Case:
     size: tuple[int, int, int]
     reference: tuple[int, int] | None = None
     scheduler: Callable[[], Any] | None = None
+    vae: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     fps: float | None = None
     sound: int = 0
@@ -67,6 +70,11 @@ def _dynamic_shift() -> Any:
     return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
 
 
+def _decoder_with_time() -> Any:
+    """LTX-Video 0.9.1 and later: the decoder takes a time."""
+    return no_zeros(vaes_video.ltx(timestep_conditioning=True))
+
+
 _COG = (9, 48, 80)  # the transformers' sample size, and three latent frames: version 1.5 adds one
 _LTX = (17, 64, 96)  # three latent frames of 2 x 3
 CASES = {
@@ -81,7 +89,8 @@ CASES = {
     "krea2": Case("krea2", "krea2", (1, 24, 40)),
     "ltx": Case("ltx", "ltx", _LTX, fps=24.0),
     "ltx_without_frame_rate": Case("ltx", "ltx", _LTX),
-    "ltx_decoder_with_time": Case("ltx", "ltx_decoder_with_time", _LTX),
+    "ltx_decoder_with_time": Case("ltx", "ltx", _LTX, vae=_decoder_with_time),
+    "ltx_condition": Case("ltx", "ltx_condition", _LTX, fps=24.0),
     "ltx_image": Case("ltx", "ltx_image_to_video", _LTX, fps=24.0),
     "ltx2": Case("ltx2", "ltx2", _LTX, fps=25.0, sound=11_000),
     "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
@@ -120,6 +129,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     pipe = table(case.file)[case.pipe].make()
     if case.scheduler is not None:
         pipe.register_modules(scheduler=case.scheduler())
+    if case.vae is not None:
+        pipe.register_modules(vae=case.vae())
     if case.config:
         transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **case.config})
         pipe.register_modules(transformer=loud(transformer))

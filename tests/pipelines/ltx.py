@@ -37,12 +37,6 @@ def _ltx() -> LTXPipeline:
     return LTXPipeline(**_components(use_dynamic_shifting=True, shift_terminal=0.1))
 
 
-def _decoder_with_time() -> LTXPipeline:
-    """LTX-Video 0.9.1 and later: the decoder takes a time."""
-    vae = no_zeros(vaes_video.ltx(timestep_conditioning=True))
-    return LTXPipeline(**{**_components(use_dynamic_shifting=True), "vae": vae})
-
-
 def _image_to_video() -> LTXImageToVideoPipeline:
     return LTXImageToVideoPipeline(**_components())
 
@@ -92,7 +86,6 @@ def _long_inputs() -> dict[str, Any]:
 
 TINY = {
     "ltx": TinyPipe(_ltx, _inputs, "batch", output="frames"),
-    "ltx_decoder_with_time": TinyPipe(_decoder_with_time, _inputs, "batch", output="frames"),
     "ltx_image_to_video": TinyPipe(_image_to_video, _image_to_video_inputs, "batch", output="frames"),
     "ltx_condition": TinyPipe(_condition, _condition_inputs, "batch", output="frames"),
     "ltx_long": TinyPipe(_long, _long_inputs, "batch", output="frames"),

@@ -126,6 +126,27 @@ class LTX(Family):
         return normalised
 
 
+class LTXCondition(LTX):
+    """LTX-Video from 0.9.5 on, text to video: text of 256 positions, and a first latent frame of one frame's length."""
+
+    name = "ltx_condition"
+    pipelines = ("LTXConditionPipeline",)
+    text_length = 256
+
+    @override
+    def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
+        arguments = super().inputs(noisy, times, stored, options)
+        sizes = [arguments.pop(name) for name in ("num_frames", "height", "width")]
+        _, *scales = arguments.pop("rope_interpolation_scale")
+        axes = [torch.arange(n, device=noisy.device, dtype=torch.float32) for n in sizes]
+        frames, rows, columns = torch.cartesian_prod(*axes).T
+        step = self.facts["temporal"]
+        seconds = (frames * step + 1 - step).clamp(min=0) * (1.0 / stored["fps"])[:, None]
+        pixels = [(x * scale).expand_as(seconds) for x, scale in zip((rows, columns), scales, strict=True)]
+        timestep = arguments["timestep"][:, None]
+        return {**arguments, "timestep": timestep, "video_coords": torch.stack([seconds, *pixels], dim=1)}
+
+
 class FirstFrame(LTX):
     """A first frame that is given: its tokens are clean, with time 0. It is the first frame of the clip in "pixels"."""
 

@@ -15,6 +15,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "flux2_klein": ("flux2", "Flux2Klein", "Flux2KleinPipeline"),
     "krea2": ("krea2", "Krea2", "Krea2Pipeline"),
     "ltx": ("ltx", "LTX", "LTXPipeline"),
+    "ltx_condition": ("ltx", "LTXCondition", "LTXConditionPipeline"),
     "ltx_image_to_video": ("ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
     "ltx2": ("ltx2", "LTX2", "LTX2Pipeline"),
     "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_cp.errors import MediaError
 from lightning_cp.finetune.media import limits
-from lightning_cp.finetune.media.decoder import open_video
+from lightning_cp.finetune.media.decoder import open_video, require_pyav
 from lightning_cp.finetune.media.failures import failures_of
 
 _CHANNELS = 2
@@ -52,9 +52,8 @@ def read_sound(file: str | Path, *, rate: int, start_s: float, duration_s: float
 
 def _decoded(container: Any, stream: Any, rate: int) -> Iterator[tuple[float, NDArray[np.float32]]]:
     """Yield pieces of the resampled track with their times in seconds, from the beginning: (time, [2, samples])."""
-    from av import AudioResampler
-
-    resampler, frames, done = AudioResampler(format="fltp", layout="stereo", rate=rate), container.decode(stream), 0
+    resampler = require_pyav().AudioResampler(format="fltp", layout="stereo", rate=rate)
+    frames, done = container.decode(stream), 0
     first = next(frames, None)
     if first is None:
         return

@@ -82,8 +82,8 @@ def test_without_a_transformer(tmp_path: Path) -> None:
 
 def test_a_pipeline_without_a_family(tmp_path: Path) -> None:
     folder = saved(tmp_path / "pipe", "wan")
-    edit_index(folder, _class_name="LTXConditionPipeline")
-    with pytest.raises(FamilyError, match=r"no family is registered for LTXConditionPipeline, only for .*WanPipeline"):
+    edit_index(folder, _class_name="LTXLatentUpsamplePipeline")
+    with pytest.raises(FamilyError, match=r"registered for LTXLatentUpsamplePipeline, only for .*WanPipeline"):
         load_encoders(str(folder), torch.float32)
     edit_index(folder, _class_name="NoSuchPipeline")
     with pytest.raises(ValueError, match="has no NoSuchPipeline"):
