@@ -220,7 +220,7 @@ _DEVICE = torch.device("cpu", 0)  # in place of an accelerator: weights that are
 
 def _on_a_device(pipe: Any) -> None:
     """Has components, when they are moved to the host, lose their values until they are moved to `_DEVICE`."""
-    pipeline_features.rank_device = lambda ranks: _DEVICE  # type: ignore[assignment]
+    pipeline_features.sampling_device = lambda ranks: _DEVICE  # type: ignore[assignment]
     for module in _modules(pipe).values():
         module.to = _Parked(module)  # type: ignore[assignment]
 
@@ -273,12 +273,12 @@ def _offloaded(
     pipe = _pipe(family, name)
     alone = _output(pipe, family, name, output_type="pt")
     found: dict[str, set[tuple[str, ...]]] = {}
-    real = pipeline_features.rank_device
+    real = pipeline_features.sampling_device
     _on_a_device(pipe)
     try:
         parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, stages="offload", vae=True)
     finally:
-        pipeline_features.rank_device = real
+        pipeline_features.sampling_device = real
     _watch(pipe, lambda stage: found.setdefault(stage, set()).add(_present(pipe)))
     assert not _present(pipe)
     assert pipe.device == pipe._execution_device == _DEVICE
