@@ -188,6 +188,17 @@ def test_guidance_branches_are_separate_from_context_groups(
             assert groups_by_name(ranks.sample.name) is ranks.sample
 
 
+@pytest.mark.parametrize(("cfg", "pipe", "ring"), [(1, 3, 1), (2, 3, 1), (2, 2, 3)])
+def test_the_stages_of_a_branch_are_a_group_in_order(cfg: int, pipe: int, ring: int) -> None:
+    size = cfg * pipe * ring
+    for rank in range(size):
+        with pretended_world(rank, size):
+            ranks = sample_groups_for(ContextParallelConfig(ring_degree=ring), cfg, pipe)
+            stages, first = ranks.stages, rank - ranks.stages.stage * ring
+            assert (ranks.pipe, stages.num_stages, stages.stage) == (pipe, pipe, rank // ring % pipe)
+            assert _members(stages.group) == [first + stage * ring for stage in range(pipe)]
+
+
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> ContextParallelConfig:
     return ContextParallelConfig(mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
 
