@@ -50,7 +50,8 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
     assert state is not None
     stage = state.patch_calls["transformer"].stage if state.patch_calls else None
     paths = {path for path, module in pipe.transformer.named_modules() if stage is not None and module in stage.blocks}
-    own = {path for path in paths if stage is not None and _module(pipe, path) in [stage.blocks[i] for i in stage.range]}
+    blocks = [] if stage is None else [stage.blocks[i] for i in stage.range]
+    own = {path for path in paths if _module(pipe, path) in blocks}
     return {
         "error": error_of(expected, latents_of(pipe, name)),
         "read": {path for path in paths for weight in read if weight.startswith(f"{path}.")},
