@@ -39,7 +39,11 @@ _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
     "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
+    "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
+    "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
     "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
 
@@ -104,7 +108,8 @@ def check_cache(
         if not _are_positive(family.facts.get(name, 1.0)):
             raise FamilyError(f"data.path={folder} has {name}={family.facts[name]}, which must be positive: {again}")
     for name, x in sample.items():
-        if (name.startswith("latents") or name in family.text.names) and not x.is_floating_point():
+        is_mask = name.endswith("mask")
+        if (name.startswith("latents") or name in family.text.names) and not is_mask and not x.is_floating_point():
             raise FamilyError(f"data.path={folder} has {name} in {x.dtype}, which must be a float dtype: {again}")
 
 

@@ -84,9 +84,13 @@ def call(
 
 
 def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
-    """Return call arguments that make the pipeline compute both branches of classifier-free guidance."""
-    scale = "true_cfg_scale" if "true_cfg_scale" in inspect.signature(pipe.__call__).parameters else "guidance_scale"
-    return {scale: 4.0, "negative_prompt": list(negative)}
+    """Return call arguments that make the pipeline compute both branches of classifier-free guidance.
+
+    A pipeline without a scale has a guider, which decides.
+    """
+    known = inspect.signature(pipe.__call__).parameters
+    scales = [name for name in ("true_cfg_scale", "guidance_scale") if name in known][:1]
+    return {"negative_prompt": list(negative), **dict.fromkeys(scales, 4.0)}
 
 
 @contextmanager

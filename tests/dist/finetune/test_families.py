@@ -19,7 +19,7 @@ from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
-from tests.families.cases import CAPTIONS, CASES, made, media
+from tests.families.cases import CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -61,16 +61,21 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert found[0] < 1e-12, found
 
 
+DEGREES = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}
+FIRST = {case.pipe: name for name, case in reversed(CASES.items())}.values()  # one case of each pipeline
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["ring=2", "ring=3", "ulysses=2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "mode"), [*((case, mode) for case in CASES for mode in DEGREES), *((case, "2 × 2") for case in FIRST)]
+)
 def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> None:
     torch.manual_seed(0)
     pipe = made(case)
     family = family_for(pipe)
     transformer = copy.deepcopy(pipe.transformer).double().train()
-    given = transformer, family.name, family.facts, store(family, pipe, CAPTIONS[:2], media(case))
-    ring, ulysses = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}[mode]
+    given = transformer, family.name, family.facts, store(family, pipe, CASES[case].captions[:2], media(case))
+    ring, ulysses = DEGREES.get(mode, (2, 2))
     (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
     record(family.name, type(pipe).__name__, case, mode, found[0])
     assert found[0] < 1e-12, found

@@ -75,12 +75,27 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
     config = check(here, experiment=experiment).config
-    assert (config.lora.rank, config.lora.dropout) == (None, 0.0)
+    if experiment == "finetune_pixart_sigma":  # no adapters
+        assert config.lora is None
+    else:
+        assert (config.lora.rank, config.lora.dropout) == (None, 0.0)
     assert config.data.kind == "latents"
 
 
 def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
-    families = ("cogvideox", "flux", "kontext", "qwen_image", "qwen_image_edit", "sd3", "wan")
+    families = (
+        "cogvideox",
+        "flux",
+        "hunyuan_video",
+        "hunyuan_video15",
+        "kontext",
+        "pixart_sigma",
+        "qwen_image",
+        "qwen_image_edit",
+        "sana",
+        "sd3",
+        "wan",
+    )
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
 
 
