@@ -27,7 +27,8 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
 
     made, experiment = write_cache(tmp_path / case, case, count=3), f"finetune_{case.removesuffix('_euler')}"
     lora = () if case == "pixart_sigma" else ("lora.rank=4", "lora.alpha=32")
-    settings = ("batch_size=2", "ema_decay=0.5", "max_steps=2", "optim.lr=0.01", *lora)
+    # with a higher rate, Adam's first step magnifies the rounding of small gradients of Sana's loud weights
+    settings = ("batch_size=2", "ema_decay=0.5", "max_steps=2", "optim.lr=0.001", *lora)
     call = CALLS.get(case, {})
     drawing = ("sampling.every=2", "sampling.prompts=[wave number 1]", "sampling.num_inference_steps=2")
     drawing += tuple(f"+sampling.call.{name}={value}" for name, value in call.items())
