@@ -47,6 +47,7 @@ class ModelCard:
         sizes: number of samples by (frames, height, width).
         adapter: settings of the LoRA, such as {"rank": 16}; None if all weights were trained.
         component: name of the trained transformer in the pipeline.
+        loads_adapters: True if the pipeline has `load_lora_weights`; False: its transformer loads them.
         losses: validation loss by step.
     """
 
@@ -61,6 +62,7 @@ class ModelCard:
     sizes: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
     component: str = "transformer"
+    loads_adapters: bool = True
     losses: Mapping[int, float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -114,10 +116,10 @@ class ModelCard:
         if self.adapter is None:
             return []
         load = "pipe.load_lora_weights(folder)"
-        if self.component == SECOND_EXPERT:  # load_lora_weights would load nothing from this file
-            load = (
-                f'pipe.{SECOND_EXPERT}.load_lora_adapter(folder, prefix="{SECOND_EXPERT}", weight_name="{LORA_FILE}")'
-            )
+        if self.component == SECOND_EXPERT or not self.loads_adapters:
+            # load_lora_weights would load nothing from the file of a second expert
+            name = self.component
+            load = f'pipe.{name}.load_lora_adapter(folder, prefix="{name}", weight_name="{LORA_FILE}")'
         return [
             "To use it in diffusers:",
             "",

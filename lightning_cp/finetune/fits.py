@@ -46,7 +46,11 @@ _WIDTHS = {
     "ZImageTransformer2DModel": _Widths("in_channels", 1, "cap_feat_dim"),
     "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
     "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
+    "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
+    "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
+    "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
     "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
 

@@ -87,12 +87,14 @@ def add_lora(
         seed: seed of the first matrices; the second ones are zero.
     Returns: names of the adapted layers.
     Raises:
-        ValueError: a target that matches no layer; a file that does not exist, does not fit the transformer, or
-            contradicts `settings`; the transformer has adapters.
+        ValueError: diffusers has no adapters for the transformer; a target that matches no layer; a file that does not
+            exist, does not fit the transformer, or contradicts `settings`; the transformer has adapters.
         ImportError: peft is not installed.
     """
     model: Any = transformer
     peft = _import_peft()
+    if not hasattr(model, "add_adapter"):
+        raise ValueError(f"diffusers has no adapters for {type(model).__name__}: train all weights (lora=null)")
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} already has adapters ({', '.join(model.peft_config)}): remove them")
     file = None if settings.file is None else read_lora(settings.file, component=component)

@@ -65,7 +65,7 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
 def load_lora(pipe: Any, file: Path) -> None:
     """Load a LoRA into a pipeline, each weight into the transformer that it was trained for.
 
-    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2.
+    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, and HunyuanVideo 1.5 has none.
 
     Raises: ValueError: the file is damaged, has weights that are not finite numbers, or the pipeline has no second
         transformer.
@@ -74,7 +74,10 @@ def load_lora(pipe: Any, file: Path) -> None:
     _check_weights(f"lora={file} cannot be loaded", tensors)
     components = {name.partition(".")[0] for name in tensors}
     if components != {SECOND_EXPERT}:
-        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+        if hasattr(pipe, "load_lora_weights"):
+            pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+        else:
+            pipe.transformer.load_lora_adapter(str(file.parent), weight_name=file.name, prefix="transformer")
     if SECOND_EXPERT in components:
         expert = getattr(pipe, SECOND_EXPERT, None)
         if expert is None:

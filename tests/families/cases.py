@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from lightning_cp.families import Media
-from tests.pipelines import table, vaes_video
+from tests.pipelines import table, vaes, vaes_video
 from tests.pipelines.common import loud
+from tests.pipelines.text.llama import read_template
 from tests.pipelines.tiny import no_zeros
 
 CAPTIONS = ("a cat", "two green birds fly over the high mountains")
+QUOTING = ('a cat "hi"', "two green birds fly")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
 
 
@@ -32,6 +34,8 @@ class Case:
         config: changes of the transformer's config.
         fps: frame rate of the clips, if it is given.
         sound: number of samples of the clips' sound; 0: none.
+        change: changes other components of the pipeline.
+        captions: at least two, of different lengths.
     """
 
     file: str
@@ -43,6 +47,8 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     fps: float | None = None
     sound: int = 0
+    change: Callable[[Any], None] | None = None
+    captions: tuple[str, ...] = CAPTIONS
 
 
 def _published() -> Any:
@@ -75,6 +81,45 @@ def _decoder_with_time() -> Any:
     return no_zeros(vaes_video.ltx(timestep_conditioning=True))
 
 
+def _dpm(**settings: Any) -> Callable[[], Any]:
+    """Return a function that makes the multistep scheduler of Sana and PixArt."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    return lambda: DPMSolverMultistepScheduler(**settings)
+
+
+def _ddim() -> Any:
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler(clip_sample=False)
+
+
+def _wider_vae(pipe: Any) -> None:
+    """Set a VAE that rounds pixels less in bfloat16."""
+    pipe.register_modules(vae=vaes.kl(4, levels=4, width=8))
+
+
+def _published_template(pipe: Any) -> None:
+    """Make the template of HunyuanVideo, of which the pipeline drops 95 tokens, so long in tokens."""
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE as PUBLISHED
+
+    start = str(PUBLISHED["template"]).partition("{}")[0]
+    read_template(pipe.tokenizer, pipe.text_encoder, start, PUBLISHED["crop_start"])
+
+
+def _published_chat(pipe: Any) -> None:
+    """Set the message and the lengths of HunyuanVideo 1.5, which are not saved with a pipeline."""
+    published = type(pipe)(**pipe.components)
+    for name in ("system_message", "prompt_template_encode_start_idx", "tokenizer_max_length"):
+        setattr(pipe, name, getattr(published, name))
+    for name in ("tokenizer_2_max_length", "vision_num_semantic_tokens"):
+        setattr(pipe, name, getattr(published, name))
+    chat = [{"role": "system", "content": pipe.system_message}, {"role": "user", "content": "{}"}]
+    start = pipe.tokenizer.apply_chat_template(chat, tokenize=False).partition("{}")[0]
+    read_template(pipe.tokenizer, pipe.text_encoder, start, pipe.prompt_template_encode_start_idx)
+
+
+_SANA = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}  # as published
 _COG = (9, 48, 80)  # the transformers' sample size, and three latent frames: version 1.5 adds one
 _LTX = (17, 64, 96)  # three latent frames of 2 x 3
 CASES = {
@@ -109,6 +154,12 @@ CASES = {
     "cogvideox_image": Case("cogvideox", "cogvideox_image_to_video", _COG),
     "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
     "sd3": Case("sd3", "sd3", (1, 12, 20)),
+    "sana": Case("sana", "sana", (1, 192, 96), scheduler=_dpm(**_SANA)),
+    "sana_euler": Case("sana", "sana", (1, 192, 96), scheduler=_euler),
+    "pixart_sigma": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_ddim, change=_wider_vae),
+    "pixart_sigma_multistep": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
+    "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),
+    "hunyuan_video15": Case("hunyuan_video", "hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
     "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
     # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
     "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),
@@ -131,6 +182,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
         pipe.register_modules(scheduler=case.scheduler())
     if case.vae is not None:
         pipe.register_modules(vae=case.vae())
+    if case.change is not None:
+        case.change(pipe)
     if case.config:
         transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **case.config})
         pipe.register_modules(transformer=loud(transformer))

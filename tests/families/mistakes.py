@@ -169,6 +169,33 @@ def _times_without_zeros(_: Family, arguments: dict[str, Any]) -> dict[str, Any]
     return {"timestep": arguments["timestep"].amax(dim=1, keepdim=True).expand_as(arguments["timestep"])}
 
 
+def _last_channels(base: type[Family]) -> type[Family]:
+    """Take the variance for the noise."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+            return output[:, -noisy.shape[1] :]
+
+    return Wrong
+
+
+def _negatives_like_captions(base: type[Family]) -> type[Family]:
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def encode_negative(self, *args: Any) -> list[Sample]:
+            texts: list[Sample] = self.encode_text(*args)
+            return texts
+
+    return Wrong
+
+
+def _condition_first(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_states": arguments["hidden_states"].roll(5, dims=1)}
+
+
+def _quotes_without_mask(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"encoder_attention_mask_2": torch.ones_like(arguments["encoder_attention_mask_2"])}
+
+
 def _text_from_another_encoder(base: type[Family]) -> type[Family]:
     class Wrong(base):  # type: ignore[valid-type, misc]
         def encode_text(self, *args: Any) -> list[Sample]:
@@ -225,5 +252,12 @@ MISTAKES = {
     "sign_in_a_list": Mistake("z_image", _prediction(torch.neg), ORACLE),
     "time_not_reversed": Mistake("z_image", _inputs(lambda _, x: {"t": 1 - x["t"]}), CAPTURE | ORACLE),
     "text_in_a_list": Mistake("z_image", _inputs(lambda _, x: {"cap_feats": x["cap_feats"][::-1]}), BATCH),
+    "learned_variance": Mistake("pixart_sigma", _last_channels, ORACLE),
+    "time_of_a_schedule": Mistake("pixart_sigma", _times(0.5), CAPTURE),
+    "instruction_of_negatives": Mistake("sana_euler", _negatives_like_captions, CAPTURE),
+    "instruction": Mistake("sana_euler", _facts(instruction=["Describe: "]), CAPTURE),
+    "guidance_not_scaled": Mistake("hunyuan_video", _inputs(lambda _, x: {"guidance": x["guidance"] / 1000}), CAPTURE),
+    "channels_of_the_condition": Mistake("hunyuan_video15", _inputs(_condition_first), CAPTURE | ORACLE),
+    "mask_of_the_quotes": Mistake("hunyuan_video15", _inputs(_quotes_without_mask), CAPTURE),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

@@ -20,6 +20,7 @@ FAST = {  # the other cases are marked `full`
         *("flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"),
         *("flux2_reference", "krea2", "z_image"),
         *("ltx", "ltx2"),
+        *("hunyuan_video", "hunyuan_video15", "pixart_sigma", "sana"),
     },
     "bfloat16": {"flux"},
     "mistakes": {"token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance"},
@@ -42,7 +43,7 @@ def _record(name: str, report: FamilyReport, suffix: str = "") -> None:
 
 @pytest.mark.parametrize("name", _cases(CASES, "float32"))
 def test_float32(name: str) -> None:
-    report = check_family(made(name), CAPTIONS, media(name))
+    report = check_family(made(name), CASES[name].captions, media(name))
     _record(name, report)
     assert not _failed(report)
     assert report.proofs[0].error == 0
@@ -50,7 +51,7 @@ def test_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", _cases(CASES, "bfloat16"))
 def test_bfloat16(name: str) -> None:
-    report = check_family(made(name, torch.bfloat16), CAPTIONS, media(name))
+    report = check_family(made(name, torch.bfloat16), CASES[name].captions, media(name))
     _record(name, report, " bf16")
     assert not _failed(report)
 
@@ -66,5 +67,5 @@ def test_a_mistake_is_found(name: str) -> None:
     mistake = MISTAKES[name]
     pipe = made(mistake.case)
     wrong = mistake.make(type(family_for(pipe)))
-    report = check_family(pipe, CAPTIONS, media(mistake.case), family=wrong(wrong.read_facts(pipe)))
+    report = check_family(pipe, CASES[mistake.case].captions, media(mistake.case), family=wrong(wrong.read_facts(pipe)))
     assert set(_failed(report)) == mistake.found_by

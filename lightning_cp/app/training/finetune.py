@@ -65,6 +65,7 @@ class FineTune(TrainingSetup):
         family = cache.family()
         _check_family(config, family)
         _check_dropout(config, family)
+        _check_adapter(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
@@ -162,6 +163,7 @@ class FineTune(TrainingSetup):
             sizes=sizes,
             adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
             component=config.model.component,
+            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights"),
             losses=self.validation_losses,
         )
 
@@ -210,6 +212,15 @@ def _check_family(config: DictConfig, family: Family) -> None:
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
             f"{config.model.pretrained} is a {kind.__name__}, of the family {expected}: encode the data with this "
             "pipeline"
+        )
+
+
+def _check_adapter(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if a LoRA is to be trained for a model without adapters."""
+    if config.lora is not None and not family.lora_targets:
+        raise FamilyError(
+            f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
+            "weights are trained"
         )
 
 

@@ -12,12 +12,16 @@ from torch import Tensor
 def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Return mode and standard deviation of the VAE's latent distribution, in the VAE's dtype.
 
+    Latents of an autoencoder without a distribution (Sana's) are the mode, with deviation 0.
+
     Args: pixels: in [-1, 1], in the layout that the VAE takes.
     """
     if pixels.dim() == 4:  # the memory format of diffusers' image processor; in another one, kernels round differently
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-    encoded = vae.encode(pixels.to(device=vae.device, dtype=vae.dtype)).latent_dist
-    return encoded.mode(), encoded.std
+    encoded = vae.encode(pixels.to(device=vae.device, dtype=vae.dtype))
+    if not hasattr(encoded, "latent_dist"):
+        return encoded.latent, torch.zeros_like(encoded.latent)
+    return encoded.latent_dist.mode(), encoded.latent_dist.std
 
 
 @torch.no_grad()

@@ -166,7 +166,7 @@ class Family(ABC):
         pipelines: class names of the diffusers pipelines.
         components: components that each phase needs.
         takes_video: True if the VAE takes pixels with a frame dim, also for pictures.
-        lora_targets: default `target_modules` of a LoRA.
+        lora_targets: default `target_modules` of a LoRA; empty: the transformer takes no adapters.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
         default_frames: frames of a clip, if the pipeline's call has no default.
@@ -192,7 +192,8 @@ class Family(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("encode_text", "encode_media"):  # stored tensors must not keep the encoders' graphs
+        # stored tensors must not keep the encoders' graphs
+        for name in ("encode_text", "encode_negative", "encode_media"):
             if name in cls.__dict__:
                 setattr(cls, name, torch.no_grad()(cls.__dict__[name]))
 
@@ -225,6 +226,10 @@ class Family(ABC):
 
         Args: media: pictures that belong to the text, if the text encoder sees them.
         """
+
+    def encode_negative(self, pipe: Any, prompts: Sequence[str], media: Media | None = None) -> list[Sample]:
+        """Encode negative prompts as the pipeline does in sampling. Default: like captions."""
+        return self.encode_text(pipe, prompts, media)
 
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
         """Encode pictures or clips with the pipeline's VAE. Returns: one stored sample per picture or clip.
@@ -270,6 +275,10 @@ class Family(ABC):
     def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
         """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
         self.grid.check(height=height, width=width, frames=frames)
+
+    def default_sides(self, pipe: Any) -> Mapping[str, int]:
+        """Return "height" and "width" that the pipeline samples by default, if it computes them. Default: none."""
+        return {}
 
     def reference_size(self, *, height: int, width: int) -> tuple[int, int]:
         """Return height and width that references of samples of this size are loaded with. Default: the same."""

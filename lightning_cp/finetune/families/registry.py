@@ -28,6 +28,10 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
     "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
     "z_image": ("z_image", "ZImage", "ZImagePipeline"),
+    "sana": ("sana", "Sana", "SanaPipeline"),
+    "hunyuan_video": ("hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
+    "hunyuan_video15": ("hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
+    "pixart_sigma": ("pixart", "PixArtSigma", "PixArtSigmaPipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,14 +39,17 @@ def capture_proof(
     """
     settings = guidance_settings(pipe, [negative] * len(captions))
     negatives = list(settings.get("negative_prompt", [""] * len(captions)))  # a copy: some pipelines change the list
-    if "guidance_scale" not in settings:
-        settings["guidance_scale"] = _GUIDANCE
+    if "guidance_scale" in inspect.signature(pipe.__call__).parameters:
+        settings.setdefault("guidance_scale", _GUIDANCE)
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
-    samples = [store(family, pipe, texts, media) for texts in (captions, negatives)]
+    positive = store(family, pipe, captions, media)
+    texts = family.encode_negative(pipe, negatives, media)
+    samples = [positive, [{**sample, **text} for sample, text in zip(positive, texts, strict=True)]]
     per_step = len(record.calls) // _STEPS
+    guidance = settings.get("guidance_scale", _GUIDANCE)
     errors: dict[str, float] = {}
     for step in range(_STEPS):
-        branches = [_arguments(pipe, family, record, x, step, settings["guidance_scale"]) for x in samples]
+        branches = [_arguments(pipe, family, record, x, step, guidance) for x in samples]
         calls = record.calls[step * per_step : (step + 1) * per_step]
         for name, error in _differences(calls, branches, len(captions)):
             if step == 0 or name.split()[-1] not in family.entries:

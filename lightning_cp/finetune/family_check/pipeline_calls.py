@@ -86,11 +86,13 @@ def call(
 def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
     """Return call arguments that make the pipeline compute both branches of classifier-free guidance.
 
-    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty.
+    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty. A pipeline without
+    a scale has a guider, which decides.
     """
     parameters = inspect.signature(pipe.__call__).parameters
-    scale = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
-    return {scale: 4.0, **({"negative_prompt": list(negative)} if "negative_prompt" in parameters else {})}
+    settings: dict[str, Any] = {"negative_prompt": list(negative)} if "negative_prompt" in parameters else {}
+    scales = [name for name in ("true_cfg_scale", "guidance_scale") if name in parameters][:1]
+    return settings | dict.fromkeys(scales, 4.0)
 
 
 @contextmanager

@@ -16,12 +16,13 @@ def default_size(pipe: Any, family: Family) -> Bucket:
 
     Raises: FamilyError: the pipeline has no default.
     """
-    config, square = _config(pipe, family), getattr(pipe, "default_sample_size", None)
+    config, given = _config(pipe, family), family.default_sides(pipe)
+    square = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
     scale = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None)
     sides = {}
     for name in ("height", "width"):
         latent = config.get(f"sample_{name}") or square
-        side = _argument(pipe, name) or (latent * scale if latent and scale else family.default_side)
+        side = given.get(name) or _argument(pipe, name) or (latent * scale if latent and scale else family.default_side)
         if side is None:
             raise FamilyError(f"{type(pipe).__name__} has no default {name}: set precompute.sizes=[[height,width]]")
         sides[name] = max(side // family.grid.pixels, 1) * family.grid.pixels

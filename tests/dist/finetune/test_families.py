@@ -19,7 +19,7 @@ from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
-from tests.families.cases import CAPTIONS, CASES, made, media
+from tests.families.cases import CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 DEGREES = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}
-FIRST = {case.file: name for name, case in reversed(CASES.items())}.values()  # one case of each file
+FIRST = {case.pipe: name for name, case in reversed(CASES.items())}.values()  # one case of each pipeline
 
 
 @pytest.mark.full
@@ -74,7 +74,7 @@ def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> 
     pipe = made(case)
     family = family_for(pipe)
     transformer = copy.deepcopy(pipe.transformer).double().train()
-    given = transformer, family.name, family.facts, store(family, pipe, CAPTIONS[:2], media(case))
+    given = transformer, family.name, family.facts, store(family, pipe, CASES[case].captions[:2], media(case))
     ring, ulysses = DEGREES.get(mode, (2, 2))
     (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
     record(family.name, type(pipe).__name__, case, mode, found[0])

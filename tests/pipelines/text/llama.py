@@ -76,6 +76,14 @@ def llava(
     return tokenizer(max_length), LlavaForConditionalGeneration(config).eval(), images
 
 
+def read_template(tokens: Any, model: Any, start: str, length: int) -> None:
+    """Make `start`, which a published template begins with, `length` tokens long: its first part is one token."""
+    cut, _ = tokens(start, return_offsets_mapping=True).offset_mapping[1 - length]
+    tokens.add_tokens([start[:cut]], special_tokens=True)
+    model.resize_token_embeddings(len(tokens))
+    assert len(tokens(start).input_ids) == length
+
+
 def template() -> dict[str, Any]:
     """HunyuanVideo's template of prompts, but short."""
     start = _SYSTEM.format(image="")

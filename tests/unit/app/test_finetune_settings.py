@@ -77,7 +77,10 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
     config = check(here, experiment=experiment).config
-    assert (config.lora.rank, config.lora.dropout) == (RANKS.get(experiment), 0.0)
+    if experiment == "finetune_pixart_sigma":  # no adapters
+        assert config.lora is None
+    else:
+        assert (config.lora.rank, config.lora.dropout) == (RANKS.get(experiment), 0.0)
     assert config.data.kind == "latents"
 
 
@@ -86,12 +89,16 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "cogvideox",
         "flux",
         "flux2",
+        "hunyuan_video",
+        "hunyuan_video15",
         "kontext",
         "krea2",
         "ltx",
         "ltx2",
+        "pixart_sigma",
         "qwen_image",
         "qwen_image_edit",
+        "sana",
         "sd3",
         "wan",
         "z_image",

@@ -40,6 +40,13 @@ def test_the_card_has_metadata_that_the_hub_reads(tmp_path: Path) -> None:
     assert "- torch: 2." in text
 
 
+def test_the_transformer_loads_an_adapter_that_the_pipeline_cannot() -> None:
+    adapter = {"rank": 4}
+    assert "\npipe.load_lora_weights(folder)\n" in card(adapter=adapter).text()
+    said = 'pipe.transformer.load_lora_adapter(folder, prefix="transformer", weight_name='
+    assert said in card(adapter=adapter, loads_adapters=False).text()
+
+
 def test_the_best_validation_is_marked(tmp_path: Path) -> None:
     text = card(losses={2: 0.5, 4: 0.25, 6: float("nan")}).text()
     assert "| 2 | 0.5 |" in text

@@ -64,6 +64,23 @@ def test_facts_of_a_pipeline_are_read_from_its_files(tmp_path: Path) -> None:
         pipeline_facts(diffusion, ["schedule"])
 
 
+@pytest.mark.parametrize(
+    ("model", "latents", "text"),
+    [
+        ("SanaTransformer2DModel", "in_channels", "caption_channels"),
+        ("PixArtTransformer2DModel", "in_channels", "caption_channels"),
+        ("HunyuanVideoTransformer3DModel", "out_channels", "text_embed_dim"),
+        ("HunyuanVideo15Transformer3DModel", "out_channels", "text_embed_dim"),
+    ],
+)
+def test_widths_of_another_pipeline_are_named(model: str, latents: str, text: str) -> None:
+    check_fits("pipe", "transformer", model, {latents: 4, text: 6}, SAMPLE)
+    with pytest.raises(FamilyError, match=f"VAE makes latent channels 4, but the transformer has {latents}=16"):
+        check_fits("pipe", "transformer", model, {latents: 16, text: 6}, SAMPLE)
+    with pytest.raises(FamilyError, match=f"text embeddings of width 6, but the transformer has {text}=8"):
+        check_fits("pipe", "transformer", model, {latents: 4, text: 8}, SAMPLE)
+
+
 def test_facts_and_dtypes_that_fit_pass() -> None:
     _check({}, {}, VAE)
     schedule = diffusion_facts(CogVideoXDDIMScheduler(prediction_type="v_prediction", beta_schedule="linear"))
@@ -75,6 +92,7 @@ def test_facts_and_dtypes_that_fit_pass() -> None:
     krea2 = load_family("krea2", {**FACTS, "is_distilled": False})
     mask = {"prompt_mask": torch.ones(8, dtype=torch.bool)}
     check_cache(Path("cache"), krea2, {**SAMPLE, **mask}, "pipe", {})
+    _check({}, {"text_mask": torch.ones(8, dtype=torch.int64)}, {})
     _check({}, {"latents": torch.ones(4, 2, 2, dtype=torch.bfloat16), "source": torch.ones(1, dtype=torch.int64)}, {})
 
 

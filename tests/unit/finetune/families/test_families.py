@@ -165,6 +165,34 @@ def test_a_distilled_krea2_has_one_shift_at_every_size() -> None:
         type(load_family("krea2", facts)).read_facts(pipe)
 
 
+@pytest.mark.parametrize(("conditions", "side"), [(True, 64), (None, 128)])
+def test_a_transformer_of_pixart_alpha_is_refused(conditions: bool | None, side: int) -> None:
+    config = SimpleNamespace(use_additional_conditions=conditions, sample_size=side)
+    pipe = SimpleNamespace(transformer=SimpleNamespace(config=config))
+    with pytest.raises(FamilyError, match=f"sample_size={side}: it is a transformer of PixArt-Alpha"):
+        type(load_family("pixart_sigma", {})).read_facts(pipe)
+
+
+def test_a_distilled_hunyuan_video_is_refused() -> None:
+    pipe = SimpleNamespace(transformer=SimpleNamespace(config=SimpleNamespace(use_meanflow=True)))
+    with pytest.raises(FamilyError, match="the transformer has use_meanflow=True: it is distilled"):
+        type(load_family("hunyuan_video15", {})).read_facts(pipe)
+
+
+def test_the_empty_caption_of_sana_has_no_instruction() -> None:
+    given = []
+
+    class Pipe:
+        def encode_prompt(self, captions: list[str], **settings: Any) -> Any:
+            given.append((captions, settings.get("complex_human_instruction")))
+            return torch.ones(len(captions), 2, 1) * len(given), torch.ones(len(captions), 2), None, None
+
+    family = load_family("sana", {"text_length": 2, "instruction": ["Describe: "]})
+    texts = family.encode_text(Pipe(), ["a cat", ""])
+    assert [float(text["prompt_embeds"].mean()) for text in texts] == [1, 2]
+    assert given == [(["a cat", ""], ["Describe: "]), ([""], None)]
+
+
 def test_a_clip_whose_frames_are_all_given_is_refused() -> None:
     facts = {"expand_timesteps": True, "patch": [1, 2, 2], "spatial": 8, "temporal": 4}
     family = load_family("wan_image_to_video", facts)

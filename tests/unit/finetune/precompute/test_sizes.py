@@ -23,6 +23,10 @@ EXPECTED = {  # what the tiny pipeline samples without a size: its own defaults,
     "sd3": (1, 32, 32),
     "qwen_image": (1, 512, 512),
     "z_image": (1, 1024, 1024),
+    "sana": (1, 1024, 1024),
+    "pixart_sigma": (1, 64, 64),
+    "hunyuan_video": (129, 720, 1280),
+    "hunyuan_video15": (121, 12, 20),
 }
 
 
