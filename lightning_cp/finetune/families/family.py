@@ -170,7 +170,6 @@ class Family(ABC):
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
         default_frames: frames of a clip, if the pipeline's call has no default.
-        default_side: height and width of the pipeline's pictures, if neither its call nor its configs state them.
         optional_reference: True if the pipeline samples with and without references: the data have one for each
             sample, or none.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
@@ -186,7 +185,6 @@ class Family(ABC):
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
     time_entry: ClassVar[str] = "timestep"
     default_frames: ClassVar[int] = 1
-    default_side: ClassVar[int | None] = None
     optional_reference: ClassVar[bool] = False
     one_per_call: ClassVar[bool] = False
 
@@ -277,7 +275,7 @@ class Family(ABC):
         self.grid.check(height=height, width=width, frames=frames)
 
     def default_sides(self, pipe: Any) -> Mapping[str, int]:
-        """Return "height" and "width" that the pipeline samples by default, if it computes them. Default: none."""
+        """Return the default "height" and "width" of the pipeline, if its call and configs do not state them."""
         return {}
 
     def reference_size(self, *, height: int, width: int) -> tuple[int, int]:

@@ -23,8 +23,11 @@ class ZImage(Pictures):
     pipelines = ("ZImagePipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
     entries, time_entry = ("x",), "t"
-    default_side = 1024
     posterior = "mode"
+
+    @override
+    def default_sides(self, pipe: Any) -> dict[str, int]:
+        return {"height": 1024, "width": 1024}  # the pipeline's own, if its call gets none
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:

@@ -86,8 +86,8 @@ def call(
 def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
     """Return call arguments that make the pipeline compute both branches of classifier-free guidance.
 
-    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty. A pipeline without
-    a scale has a guider, which decides.
+    "negative_prompt" is left out if the pipeline does not take it: its negative prompt is then empty. A pipeline
+    without a scale has a guider, which decides.
     """
     parameters = inspect.signature(pipe.__call__).parameters
     settings: dict[str, Any] = {"negative_prompt": list(negative)} if "negative_prompt" in parameters else {}

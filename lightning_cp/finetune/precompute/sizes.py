@@ -22,7 +22,7 @@ def default_size(pipe: Any, family: Family) -> Bucket:
     sides = {}
     for name in ("height", "width"):
         latent = config.get(f"sample_{name}") or square
-        side = given.get(name) or _argument(pipe, name) or (latent * scale if latent and scale else family.default_side)
+        side = given.get(name) or _argument(pipe, name) or (latent * scale if latent and scale else None)
         if side is None:
             raise FamilyError(f"{type(pipe).__name__} has no default {name}: set precompute.sizes=[[height,width]]")
         sides[name] = max(side // family.grid.pixels, 1) * family.grid.pixels
