@@ -20,7 +20,7 @@ def lock(
         shared: False: exclusive lock. True: wait for a shared one, which several processes can hold.
         by_children: True: forked processes hold it too. False: they close it, because a DataLoader worker that outlives
             its killed parent would hold it.
-    Returns: the descriptor, and None, or the error of a file system without locks.
+    Returns: the descriptor, and None, or why it is not locked: most often, the file system has no locks.
     Raises: BlockingIOError: another process, or this one, holds the lock. OSError: the path cannot be opened.
     """
     descriptor, error = os.open(path, flags | os.O_CLOEXEC, 0o666), None

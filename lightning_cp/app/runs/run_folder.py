@@ -1,6 +1,7 @@
 """Create run folders and lock each one while its run writes into it. Imports no torch."""
 
 import atexit
+import errno
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.locks import lock, unlock
 
 LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it
+_WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _RELEASE_S = 3.0  # after a launcher is killed, its ranks keep the lock until they have ended
 _REFUSED_EXIT_CODE = 2
 _FIRST_REPORTS_S = 30.0  # rank 0 reports an error within this time, even on a busy machine
@@ -126,6 +128,11 @@ def lock_folder(folder: Path, setting: str) -> int:
         ) from None
     except OSError as error:
         raise not_writable(setting, folder, error) from error
+    if no_locks is not None and no_locks.errno not in _WITHOUT_LOCKS:
+        unlock(descriptor)
+        raise SettingsError(
+            f"{setting}={folder} cannot be locked: {no_locks.strerror}; use another folder"
+        ) from no_locks
     if no_locks is not None:
         print(
             f"warning: {folder} is on a file system without locks ({no_locks.strerror}): nothing prevents a second run "

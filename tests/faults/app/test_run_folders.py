@@ -191,6 +191,17 @@ def test_without_locks_of_the_file_system_the_run_continues_with_a_warning(
     assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def test_a_folder_that_cannot_be_locked_for_another_reason_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(SettingsError, match=r"run_dir=.* cannot be locked: Input/output error; use another folder"):
+        lock_folder(tmp_path, "run_dir")
+
+
 def test_a_folder_that_cannot_be_written_to_is_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"run_dir=.*file/run cannot be written to: Not a directory"):
