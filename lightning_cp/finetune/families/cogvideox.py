@@ -31,7 +31,7 @@ from lightning_cp.finetune.families.family import (
     stored_latents,
 )
 from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.schedule import diffusion_facts
+from lightning_cp.finetune.families.schedule import diffusion_defaults, diffusion_facts
 
 
 class CogVideoX(Family):
@@ -78,10 +78,7 @@ class CogVideoX(Family):
     @property
     @override
     def objective(self) -> ObjectiveDefaults:
-        schedule = self.facts["schedule"]
-        return ObjectiveDefaults(
-            prediction=schedule["prediction"], alphas_cumprod=tuple(schedule["alphas_cumprod"]), posterior="sample"
-        )
+        return diffusion_defaults(self.facts["schedule"])
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:

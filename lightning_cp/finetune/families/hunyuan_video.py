@@ -27,7 +27,7 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
 )
 from lightning_cp.finetune.families.masked_text import call_default
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
 class HunyuanVideo(Family):
@@ -102,7 +102,7 @@ class HunyuanVideo(Family):
         """Build the arguments of both versions."""
         return {
             "hidden_states": noisy.to(options.dtype),
-            "timestep": (times.double() * 1000).float(),
+            "timestep": scheduler_times(times),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "encoder_attention_mask": stored["text_mask"].to(options.dtype),
             "return_dict": False,

@@ -6,8 +6,6 @@ are in seconds, so each clip is stored with its frame rate.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,29 +15,26 @@ from typing_extensions import override
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
-    Components,
     Facts,
-    Family,
     Grid,
     InputOptions,
     Media,
     ObjectiveDefaults,
     Sample,
     Stored,
-    TextStorage,
     per_channel,
 )
 from lightning_cp.finetune.families.first_frame import check_more_frames, first_frame_mask
+from lightning_cp.finetune.families.masked_text import MaskedText, call_default
 from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
-class LTX(Family):
+class LTX(MaskedText):
     """LTX-Video, text to video. `encode_media` takes "fps" [b] besides "pixels"; without it, the pipeline's default."""
 
     name = "ltx"
     pipelines = ("LTXPipeline",)
-    components = Components(text=("text_encoder", "tokenizer"))
     takes_video = True
     text_length = 128
 
@@ -59,7 +54,7 @@ class LTX(Family):
             "latents_std": vae.latents_std.tolist(),
             "scaling_factor": vae.config.scaling_factor,
             "text_length": cls.text_length,
-            "fps": float(inspect.signature(type(pipe).__call__).parameters["frame_rate"].default),
+            "fps": float(call_default(pipe, "frame_rate")),
             "shift": shift_facts(pipe.scheduler),
         }
 
@@ -70,20 +65,8 @@ class LTX(Family):
 
     @property
     @override
-    def text(self) -> TextStorage:
-        return TextStorage("padded", self.facts["text_length"], others=("text_mask",))
-
-    @property
-    @override
     def objective(self) -> ObjectiveDefaults:
         return ObjectiveDefaults(shift=shift_from(self.facts["shift"]))
-
-    @override
-    def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
-        embeds, mask, _, _ = pipe.encode_prompt(
-            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.facts["text_length"]
-        )
-        return [{"prompt_embeds": x, "text_mask": y} for x, y in zip(embeds, mask, strict=True)]
 
     @override
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
@@ -102,7 +85,7 @@ class LTX(Family):
         return {
             "hidden_states": pack_tokens(noisy).to(options.dtype),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
-            "timestep": (times.double() * 1000).float(),
+            "timestep": scheduler_times(times),
             "encoder_attention_mask": stored["text_mask"],
             "num_frames": frames,
             "height": height,

@@ -28,6 +28,7 @@ from lightning_cp.finetune.families.first_frame import first_frame_mask
 from lightning_cp.finetune.families.latents import Latents
 from lightning_cp.finetune.families.ltx import LTX, FirstFrame, pack_tokens, unpack_tokens
 from lightning_cp.finetune.families.media import condition_image
+from lightning_cp.finetune.families.shift import scheduler_times
 from lightning_cp.finetune.families.sound import sound_of
 from lightning_cp.finetune.families.spectrogram import log_mel
 
@@ -130,7 +131,7 @@ class LTX2(LTX):
     def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         video, sound = noisy["video"], noisy["sound"]
         b, _, frames, height, width = video.shape
-        timestep, mask = (times.double() * 1000).float(), stored["text_mask"]
+        timestep, mask = scheduler_times(times), stored["text_mask"]
         return {
             "hidden_states": pack_tokens(video).to(options.dtype),
             "audio_hidden_states": sound.transpose(1, 2).flatten(2).to(options.dtype),

@@ -1,4 +1,4 @@
-"""Pictures whose text enters by cross-attention, with padding and a mask: Sana and PixArt."""
+"""Text that is stored with its padding and a mask: LTX-Video, Sana and PixArt."""
 
 from __future__ import annotations
 
@@ -23,26 +23,10 @@ from lightning_cp.finetune.families.family import (
 )
 
 
-class MaskedTextPictures(Family):
-    """Latents [b, c, h, w] that are not packed, and one text with a mask over its padding."""
+class MaskedText(Family):
+    """One text, stored with its padding and the mask of it."""
 
     components = Components(text=("text_encoder", "tokenizer"))
-
-    @classmethod
-    @override
-    def read_facts(cls, pipe: Any) -> Facts:
-        patch = pipe.transformer.config.patch_size
-        return {
-            "pixels": pipe.vae_scale_factor * patch,
-            "patch": patch,
-            "scaling_factor": pipe.vae.config.scaling_factor,
-            "text_length": call_default(pipe, "max_sequence_length"),
-        }
-
-    @property
-    @override
-    def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, self.facts["patch"], self.facts["patch"]))
 
     @property
     @override
@@ -62,6 +46,26 @@ class MaskedTextPictures(Family):
             **settings,
         )
         return [{"prompt_embeds": x, "text_mask": y} for x, y in zip(embeds, mask, strict=True)]
+
+
+class MaskedTextPictures(MaskedText):
+    """Latents [b, c, h, w] that are not packed. The text enters by cross-attention."""
+
+    @classmethod
+    @override
+    def read_facts(cls, pipe: Any) -> Facts:
+        patch = pipe.transformer.config.patch_size
+        return {
+            "pixels": pipe.vae_scale_factor * patch,
+            "patch": patch,
+            "scaling_factor": pipe.vae.config.scaling_factor,
+            "text_length": call_default(pipe, "max_sequence_length"),
+        }
+
+    @property
+    @override
+    def grid(self) -> Grid:
+        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, self.facts["patch"], self.facts["patch"]))
 
     @override
     def clean(self, stored: Stored, noise: Any = None) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.family import Facts, InputOptions, Media, ObjectiveDefaults, Sample, Stored
 from lightning_cp.finetune.families.masked_text import MaskedTextPictures
-from lightning_cp.finetune.families.schedule import diffusion_facts
+from lightning_cp.finetune.families.schedule import diffusion_defaults, diffusion_facts
 
 
 class PixArtSigma(MaskedTextPictures):
@@ -39,10 +39,7 @@ class PixArtSigma(MaskedTextPictures):
     @property
     @override
     def objective(self) -> ObjectiveDefaults:
-        schedule = self.facts["schedule"]
-        return ObjectiveDefaults(
-            prediction=schedule["prediction"], alphas_cumprod=tuple(schedule["alphas_cumprod"]), posterior="sample"
-        )
+        return diffusion_defaults(self.facts["schedule"])
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:

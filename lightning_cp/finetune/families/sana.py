@@ -21,7 +21,7 @@ from lightning_cp.finetune.families.family import (
     Stored,
 )
 from lightning_cp.finetune.families.masked_text import MaskedTextPictures, call_default
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
 class Sana(MaskedTextPictures):
@@ -59,5 +59,5 @@ class Sana(MaskedTextPictures):
 
     @override
     def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        timestep = (times.double() * 1000).float() * self.facts["timestep_scale"]
+        timestep = scheduler_times(times) * self.facts["timestep_scale"]
         return {**super().inputs(noisy, times, stored, options), "timestep": timestep}

@@ -7,10 +7,11 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 
 from lightning_cp.errors import FamilyError
+from lightning_cp.finetune.families.family import ObjectiveDefaults
 
 
 class DiffusionFacts(TypedDict):
-    """Schedule of a diffusion scheduler as plain values; keyword arguments of `ObjectiveDefaults`."""
+    """Schedule of a diffusion scheduler as plain values, for `diffusion_defaults`."""
 
     prediction: Literal["v_prediction", "epsilon"]
     alphas_cumprod: list[float]
@@ -37,3 +38,9 @@ def diffusion_facts(scheduler: Any) -> DiffusionFacts:
         "prediction": cast(Literal["v_prediction", "epsilon"], prediction),
         "alphas_cumprod": torch.as_tensor(levels).double().tolist(),
     }
+
+
+def diffusion_defaults(schedule: DiffusionFacts) -> ObjectiveDefaults:
+    """Return the objective of weights that were trained with a schedule."""
+    levels = tuple(schedule["alphas_cumprod"])
+    return ObjectiveDefaults(prediction=schedule["prediction"], alphas_cumprod=levels, posterior="sample")

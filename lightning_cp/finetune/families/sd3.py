@@ -25,7 +25,7 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
     stored_latents,
 )
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
 class StableDiffusion3(Family):
@@ -94,7 +94,7 @@ class StableDiffusion3(Family):
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         return {
             "hidden_states": noisy.to(options.dtype),
-            "timestep": (times.double() * 1000).float(),
+            "timestep": scheduler_times(times),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "pooled_projections": stored["pooled_embeds"].to(options.dtype),
             "return_dict": False,

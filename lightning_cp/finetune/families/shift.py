@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from lightning_cp.errors import FamilyError
 
 
@@ -72,3 +74,8 @@ def shift_facts(scheduler: Any) -> float | dict[str, Any]:
 def shift_from(facts: float | Mapping[str, Any]) -> float | ResolutionShift:
     """Build the shift from `shift_facts`."""
     return ResolutionShift(**facts) if isinstance(facts, Mapping) else float(facts)
+
+
+def scheduler_times(times: Tensor) -> Tensor:
+    """Return sigma in [0, 1] as the scheduler's times in [0, 1000], float32."""
+    return (times.double() * 1000).float()

@@ -26,7 +26,7 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
     per_channel,
 )
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
 class Wan(Family):
@@ -96,7 +96,7 @@ class Wan(Family):
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        timestep = (times.double() * 1000).float()
+        timestep = scheduler_times(times)
         if self.facts["expand_timesteps"]:
             timestep = timestep[:, None].repeat(1, self.grid.tokens(noisy.shape[1:]))
         return {

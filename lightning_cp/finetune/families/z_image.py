@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_cp.finetune.families.family import Components, InputOptions, Media, Sample, Stored
 from lightning_cp.finetune.families.pictures import Pictures
+from lightning_cp.finetune.families.shift import scheduler_times
 
 
 class ZImage(Pictures):
@@ -41,7 +42,7 @@ class ZImage(Pictures):
         texts, mask = stored["prompt_embeds"].to(options.dtype), stored.get(self.text.mask)
         return {
             "x": list(noisy.unsqueeze(2).to(options.dtype)),
-            "t": (1000 - (times.double() * 1000).float()) / 1000,
+            "t": (1000 - scheduler_times(times)) / 1000,
             "cap_feats": list(texts) if mask is None else [x[kept] for x, kept in zip(texts, mask, strict=True)],
             "return_dict": False,
         }
