@@ -1,1 +1,1 @@
-"""Which attention and dropout the modules of a parallel model compute, and how their calls are intercepted."""
+"""Intercept the attention and dropout calls of a parallel model, and compute them across ranks."""

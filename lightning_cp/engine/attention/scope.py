@@ -72,7 +72,7 @@ SCOPE = _Current()
 
 
 def without_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose own attention and dropout calls must run as they are."""
+    """Call a function without a scope: its attention and dropout calls run the original functions."""
     before, SCOPE.current = SCOPE.current, None
     try:
         return function(*args, **kwargs)

@@ -94,8 +94,8 @@ class TextStorage:
             batch, and masked.
         length: number of positions with padding.
         sequences: names of the stored tensors with a position dim, [length, ...].
-        others: names of the other stored tensors of the text: pooled embeddings [dim], or the mask of `padded` text
-            whose padding is not at the end.
+        others: names of the other stored tensors of the text: pooled embeddings [dim], or a mask, if the
+            padding of `padded` text is not at its end.
         mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
         sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
             captions cannot be dropped, because the text of the empty caption would depend on the sample.

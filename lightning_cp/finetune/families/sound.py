@@ -1,4 +1,4 @@
-"""Sound beside a clip."""
+"""Recognise clips without sound."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _CHANNELS = 2
 
 
 def read_sound(file: str | Path, *, rate: int, start_s: float, duration_s: float) -> Tensor | None:
-    """Read a part of a video's first audio track as stereo sound; where the track has none, it is silent.
+    """Read a part of a video's first audio track as stereo sound. Parts without samples are silent.
 
     Mono is put on both channels, and more channels are mixed down.
 
