@@ -132,7 +132,7 @@ def _waits(model: nn.Module) -> int:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with mock.patch.object(transfer, "all_gather_tensor") as sizes:  # over NCCL it waits, here it does not
+            with mock.patch.object(transfer, "_all_gather_scalars") as sizes:  # over NCCL it waits, here it does not
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
