@@ -94,6 +94,16 @@ def _ddim() -> Any:
     return DDIMScheduler(clip_sample=False)
 
 
+def _controlnet(**config: Any) -> Callable[[Any], None]:
+    """Return a function that changes the config of the pipeline's ControlNet."""
+
+    def change(pipe: Any) -> None:
+        kind = type(pipe.controlnet)
+        pipe.register_modules(controlnet=loud(kind.from_config({**pipe.controlnet.config, **config}).eval()))
+
+    return change
+
+
 def _wider_vae(pipe: Any) -> None:
     """Set a VAE that rounds pixels less in bfloat16."""
     pipe.register_modules(vae=vaes.kl(4, levels=4, width=8))
@@ -126,6 +136,18 @@ CASES = {
     "flux": Case("flux", "flux", PICTURE),
     "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
     "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
+    "flux_controlnet": Case("flux", "flux_controlnet", PICTURE, reference=(16, 24)),
+    "flux_controlnet_guidance": Case(
+        "flux",
+        "flux_controlnet",
+        PICTURE,
+        reference=(16, 24),
+        config={"guidance_embeds": True, "num_layers": 3},
+        change=_controlnet(guidance_embeds=True),
+    ),
+    "flux_controlnet_double": Case(
+        "flux", "flux_controlnet", PICTURE, reference=(16, 24), change=_controlnet(num_single_layers=0)
+    ),
     "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
     "flux2": Case("flux2", "flux2", (1, 32, 48)),
     "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
@@ -161,6 +183,7 @@ CASES = {
     "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),
     "hunyuan_video15": Case("hunyuan_video", "hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
     "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
+    "qwen_image_controlnet": Case("qwen_image", "qwen_image_controlnet", (1, 24, 40), reference=(24, 40)),
     # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
     "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),
     "qwen_image_edit_plus": Case("qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8)),
