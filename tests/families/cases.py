@@ -11,7 +11,7 @@ import torch
 
 from lightning_cp.families import Media
 from tests.pipelines import table, vaes, vaes_video
-from tests.pipelines.common import loud
+from tests.pipelines.common import loud, quiet
 from tests.pipelines.text.llama import read_template
 from tests.pipelines.tiny import no_zeros
 
@@ -98,8 +98,9 @@ def _controlnet(**config: Any) -> Callable[[Any], None]:
     """Return a function that changes the config of the pipeline's ControlNet."""
 
     def change(pipe: Any) -> None:
-        kind = type(pipe.controlnet)
-        pipe.register_modules(controlnet=loud(kind.from_config({**pipe.controlnet.config, **config}).eval()))
+        with quiet():
+            controlnet = type(pipe.controlnet).from_config({**pipe.controlnet.config, **config})
+        pipe.register_modules(controlnet=loud(controlnet.eval()))
 
     return change
 

@@ -35,6 +35,7 @@ from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.objectives import Objective, objective_for
 from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.side import SteeredTransformer, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class
@@ -66,6 +67,7 @@ class FineTune(TrainingSetup):
         _check_family(config, family)
         _check_dropout(config, family)
         _check_adapter(config, family)
+        _check_component(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
@@ -78,9 +80,8 @@ class FineTune(TrainingSetup):
 
     @override
     def denoiser(self) -> nn.Module:
-        config = self.config.model
-        load = meta_transformer if self.shards_weights else load_transformer
-        transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
+        config, side = self.config.model, self.family.components.side
+        transformer = self._loaded(config.component, torch.float32 if side else _DTYPES[config.dtype])
         if config.quantize is not None:
             quantize_base(transformer, config.quantize)
         if self.config.lora is not None:
@@ -88,12 +89,21 @@ class FineTune(TrainingSetup):
             add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
         else:
             transformer.requires_grad_(True)
-        transformer.train()
-        self.checkpointed(transformer)
-        if config.compile:
-            transformer.compile_repeated_blocks()
-        built: nn.Module = transformer
-        return built
+        if side is not None:
+            base = self._loaded("transformer", _DTYPES[config.dtype])
+            transformer = SteeredTransformer(base, transformer, side)
+        freeze_base(transformer, self.family)
+        return transformer.train()
+
+    def _loaded(self, component: str, dtype: torch.dtype) -> nn.Module:
+        """Load a model of the pipeline, with the activation checkpointing and the compiled blocks of the settings."""
+        load = meta_transformer if self.shards_weights else load_transformer
+        model: Any = load(self.config.model.pretrained, component, dtype=dtype)
+        self.checkpointed(model)
+        if self.config.model.compile:
+            model.compile_repeated_blocks()
+        loaded: nn.Module = model
+        return loaded
 
     @override
     def module_settings(self) -> dict[str, Any]:
@@ -122,9 +132,10 @@ class FineTune(TrainingSetup):
     @property
     @override
     def base(self) -> str | None:
-        if self.config.lora is None:
+        side = self.family.components.side
+        if self.config.lora is None and side is None and not self.family.trained:
             return None
-        source, component = self.config.model.pretrained, self.config.model.component
+        source, component = self.config.model.pretrained, "transformer" if side else self.config.model.component
         return f"{component} {describe_files(source, [component]).get(component, source)}"
 
     @override
@@ -217,10 +228,29 @@ def _check_family(config: DictConfig, family: Family) -> None:
 
 def _check_adapter(config: DictConfig, family: Family) -> None:
     """Raise FamilyError if a LoRA is to be trained for a model without adapters."""
-    if config.lora is not None and not family.lora_targets:
+    if config.lora is None or family.lora_targets:
+        return
+    if family.components.side is not None or family.trained:
+        raise FamilyError(f"lora must be null for {family.name}: its {_trained(family)} are trained, without adapters")
+    else:
         raise FamilyError(
             f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
             "weights are trained"
+        )
+
+
+def _trained(family: Family) -> str:
+    side = family.components.side
+    return f"{side.component}'s weights" if side is not None else f"weights {', '.join(family.trained)}"
+
+
+def _check_component(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if another model than the family's side model is to be trained."""
+    side, component = family.components.side, config.model.component
+    if side is not None and component != side.component:
+        raise FamilyError(
+            f"model.component={component} must be {side.component} for {family.name}, which trains it with the "
+            f"transformer frozen: use experiment=finetune_{family.name}"
         )
 
 
@@ -246,6 +276,9 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
             "which is no class of diffusers"
         )
     check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+    if family.components.side is not None:
+        base = read_json(local_pipeline(source, "transformer", setting="model.pretrained") / "transformer/config.json")
+        check_fits(source, "transformer", str(base.get("_class_name")), base, cache.sample(0))
     facts = pipeline_facts(folder, family.facts)
     replaced = [name for name in facts if config.objective.get(name) is not None]
     check_cache(cache.folder, family, cache.sample(0), source, facts, replaced)
