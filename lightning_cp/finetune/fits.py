@@ -50,6 +50,7 @@ _WIDTHS = {
     "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
     "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "WanVACETransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
     "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),

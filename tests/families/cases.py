@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Case:
         file: file of `tests.pipelines`.
         pipe: its entry in that file's table.
         size: frames, height and width of the pixels.
-        reference: height and width of a reference picture.
+        reference: height and width of a reference picture, or frames, height and width of a reference clip.
         scheduler: returns a scheduler in place of the pipeline's.
         vae: returns a VAE in place of the pipeline's.
         config: changes of the transformer's config.
@@ -41,7 +42,7 @@ class Case:
     file: str
     pipe: str
     size: tuple[int, int, int]
-    reference: tuple[int, int] | None = None
+    reference: tuple[int, ...] | None = None
     scheduler: Callable[[], Any] | None = None
     vae: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,6 +104,12 @@ def _controlnet(**config: Any) -> Callable[[Any], None]:
         pipe.register_modules(controlnet=loud(controlnet.eval()))
 
     return change
+
+
+def _second_expert(pipe: Any) -> None:
+    """Add an expert for low noise levels, with the same weights."""
+    pipe.register_modules(transformer_2=copy.deepcopy(pipe.transformer))
+    pipe.register_to_config(boundary_ratio=0.875)
 
 
 def _wider_vae(pipe: Any) -> None:
@@ -170,6 +177,8 @@ CASES = {
     "wan_image": Case("wan", "wan_image_to_video", VIDEO),
     "wan_image_two_experts": Case("wan", "wan_image_to_video_two_experts", VIDEO),
     "wan_image_time_per_token": Case("wan", "wan_image_to_video_per_token_timestep", VIDEO, scheduler=_euler),
+    "wan_vace": Case("wan", "wan_vace", VIDEO, reference=VIDEO),
+    "wan_vace_two_experts": Case("wan", "wan_vace", VIDEO, reference=VIDEO, change=_second_expert),
     "cogvideox": Case("cogvideox", "cogvideox", VIDEO),
     "cogvideox_sincos": Case("cogvideox", "cogvideox_sincos", VIDEO),
     "cogvideox_v_prediction": Case("cogvideox", "cogvideox", VIDEO, scheduler=_published),
@@ -220,7 +229,7 @@ def media(name: str, samples: int = len(CAPTIONS)) -> Media:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
     sizes = {"pixels": case.size}
     if case.reference is not None:
-        sizes["reference"] = (1, *case.reference)
+        sizes["reference"] = (1, *case.reference)[-3:]
     others = {} if case.fps is None else {"fps": torch.full([samples], case.fps)}
     if case.sound:
         others["sound"] = torch.rand(samples, 2, case.sound, generator=generator) - 0.5

@@ -198,7 +198,9 @@ class Family(ABC):
             sample, or none.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
             once for each sample.
+        one_prompt: True if the pipeline's call takes one text, not a list.
         trained: prefixes of the names of the transformer's weights that are trained, the others are frozen; empty: all.
+        reference_clips: True if references are clips, as long as the samples; False: pictures.
         picture: name of the argument of the pipeline's call with a condition's picture.
     """
 
@@ -214,7 +216,9 @@ class Family(ABC):
     default_frames: ClassVar[int] = 1
     optional_reference: ClassVar[bool] = False
     one_per_call: ClassVar[bool] = False
+    one_prompt: ClassVar[bool] = False
     trained: ClassVar[tuple[str, ...]] = ()
+    reference_clips: ClassVar[bool] = False
     picture: ClassVar[str] = "image"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

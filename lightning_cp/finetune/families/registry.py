@@ -22,6 +22,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
+    "wan_vace": ("wan_vace", "WanVACE", "WanVACEPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),
     "cogvideox_image_to_video": ("cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
     "sd3": ("sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),

@@ -39,7 +39,7 @@ def capture_proof(
     differ by two roundings, because pipelines normalise conditions and scale times in that dtype.
     """
     settings = guidance_settings(pipe, [negative] * len(captions))
-    negatives = list(settings.get("negative_prompt", [""] * len(captions)))  # a copy: some pipelines change the list
+    negatives = settings.get("negative_prompt", [""] * len(captions))
     if "guidance_scale" in inspect.signature(pipe.__call__).parameters:
         settings.setdefault("guidance_scale", _GUIDANCE)
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)

@@ -75,14 +75,17 @@ def call(
     sizes: dict[str, Any] = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
     if "num_frames" in inspect.signature(pipe.__call__).parameters:
         sizes["num_frames"] = pixels.shape[2]
+    texts: dict[str, Any] = {"prompt": list(captions)}
+    texts |= {name: list(x) for name, x in settings.items() if name == "negative_prompt"}
+    if family.one_prompt:
+        texts = {name: x[0] for name, x in texts.items()}
     record = Recording()
     with _recorded(pipe, family, record, answer):
         record.result = pipe(
-            prompt=list(captions),
             generator=torch.Generator("cpu").manual_seed(seed),
             **sizes,
             **family.call_arguments(media),
-            **settings,
+            **{**settings, **texts},
         )
     return record
 

@@ -79,6 +79,9 @@ def _reason(source: Source, family: Family, buckets: Sequence[Bucket]) -> str | 
         return "is the contact sheet of a latent cache"
     if source.is_video and not family.grid.frame_step:
         return f"is a video, but {family.name} trains on pictures"
+    if source.reference is not None and is_video(source.reference) != (source.is_video and family.reference_clips):
+        wanted = "a video" if source.is_video and family.reference_clips else "a picture"
+        return f"has the reference {source.reference.name}, but {family.name} takes {wanted} as its reference"
     if not buckets_for(source, buckets):
         least = min(bucket.frames for bucket in buckets)
         return (
