@@ -24,7 +24,9 @@ def find_fsdp_units(
     """
     blocks = [unit for unit in _blocks(module, installed, without=frozen) if _owns_its_weights(unit, module)]
     if not by_child:
-        return [*blocks, module]
+        # a pipeline that samples during training calls a ControlNet and its transformer without the module's forward
+        several = [one.module for one in installed] if len(installed) > 1 else []
+        return [*dict.fromkeys((*blocks, *(unit for unit in several if _owns_its_weights(unit, module)), module))]
     whole = {*frozen}  # a set, because torchmetrics makes `metric == module` true, for any module
     children = [child for child in _called(module) if child not in whole]
     units = [child for child in children if _owns_its_weights(child, module)]

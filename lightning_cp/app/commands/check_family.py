@@ -94,7 +94,8 @@ def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     size = (len(config.captions), 3, frames, height, width)
     pixels = torch.randint(256, size, generator=generator).float() / 255 * 2 - 1
-    return pipe, family, {"pixels": pixels, "reference": pixels[:, :, :1].flip(-1)}
+    reference = pixels if family.reference_clips else pixels[:, :, :1]
+    return pipe, family, {"pixels": pixels, "reference": reference.flip(-1)}
 
 
 def _problem(config: DictConfig) -> str | None:

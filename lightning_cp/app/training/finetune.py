@@ -232,11 +232,10 @@ def _check_adapter(config: DictConfig, family: Family) -> None:
         return
     if family.components.side is not None or family.trained:
         raise FamilyError(f"lora must be null for {family.name}: its {_trained(family)} are trained, without adapters")
-    else:
-        raise FamilyError(
-            f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
-            "weights are trained"
-        )
+    raise FamilyError(
+        f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
+        "weights are trained"
+    )
 
 
 def _trained(family: Family) -> str:

@@ -6,7 +6,6 @@ the control picture; its outputs are added to the hidden states of the transform
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,11 +58,13 @@ class WithControlNet(Pictures):
         encoded = zip(super().encode_media(pipe, media), latents, strict=True)
         return [{**sample, "control": x} for sample, x in encoded]
 
-    @override
-    def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        arguments = super().inputs(noisy, times, stored, options)
+    def with_control(
+        self, arguments: dict[str, Any], stored: Stored, options: InputOptions, **changed: Any
+    ) -> dict[str, Any]:
+        """Add the ControlNet's arguments to those of the transformer. Args: changed: those that differ."""
         control = pack(self.normalised_control(stored["control"].float())).to(options.dtype)
-        return {**arguments, _COMPONENT: {**arguments, "controlnet_cond": control, "conditioning_scale": 1.0}}
+        side = {**arguments, **changed, "controlnet_cond": control, "conditioning_scale": 1.0}
+        return {**arguments, _COMPONENT: side}
 
     def normalised_control(self, latents: Tensor) -> Tensor:
         """Normalise float32 latents of the control picture, as the pipeline does."""
@@ -91,12 +92,14 @@ class FluxControlNet(WithControlNet, Flux):
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        arguments = super().inputs(noisy, times, stored, options)
-        control: Mapping[str, Any] = arguments[_COMPONENT]
         guidance = None
         if self.facts["control_guidance_embeds"]:
             guidance = torch.full([len(noisy)], options.guidance, dtype=torch.float32, device=noisy.device)
-        return {**arguments, "controlnet_blocks_repeat": False, _COMPONENT: {**control, "guidance": guidance}}
+        arguments = super().inputs(noisy, times, stored, options)
+        return {
+            **self.with_control(arguments, stored, options, guidance=guidance),
+            "controlnet_blocks_repeat": False,
+        }
 
 
 class QwenImageControlNet(WithControlNet, QwenImage):
@@ -110,7 +113,7 @@ class QwenImageControlNet(WithControlNet, QwenImage):
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         arguments = super().inputs(noisy, times, stored, options)
         shapes = [sizes for (sizes,) in arguments["img_shapes"]]  # without a list for each sample, as in the pipeline
-        return {**arguments, "img_shapes": shapes, _COMPONENT: {**arguments[_COMPONENT], "img_shapes": shapes}}
+        return self.with_control({**arguments, "img_shapes": shapes}, stored, options)
 
     @override
     def normalised_control(self, latents: Tensor) -> Tensor:

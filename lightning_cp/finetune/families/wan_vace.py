@@ -22,9 +22,9 @@ from lightning_cp.finetune.families.wan import Wan
 class WanVACE(Wan):
     """Wan 2.1 VACE, and 2.2 with two experts.
 
-    `encode_media` takes "reference" [b, 3, f, h, w] in [-1, 1], the control clip, besides "pixels". The stored "control"
-    has the latents of an empty clip (the part of the control that is kept) and those of the control clip. The channels of
-    the transformer's control are both, and the mask of each pixel of a latent.
+    `encode_media` takes "reference" [b, 3, f, h, w] in [-1, 1], the control clip, besides "pixels". The stored
+    "control" has the latents of a grey clip, in place of parts to keep, and those of the control clip. The
+    transformer's control has both, and the mask with one channel for each pixel of a latent.
     """
 
     name = "wan_vace"
@@ -32,7 +32,6 @@ class WanVACE(Wan):
     lora_targets = ()
     one_prompt = True
     trained = ("vace_",)
-    picture = "video"
     reference_clips = True
 
     @classmethod

@@ -28,8 +28,8 @@ def topology_proof(
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
     Args:
-        transformer: not context-parallel, with its side model if it has one (`training_models`). It is
-            copied, after the weights that the family does not train were frozen. Weights in half precision are compared in float32, those in
+        transformer: not context-parallel, with its side model if it has one (`training_models`). Weights that the
+            family does not train are frozen. It is copied. Weights in half precision are compared in float32, those in
             float64 with latents and loss in float64.
         stored: the same batch on every rank.
         config: degrees; all ranks of the world are one context group.

@@ -139,8 +139,10 @@ def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype)
     if library != "diffusers":
         raise ValueError(f"{_SETTING}={source} {_CODE}: its {name} is {library}.{class_name}")
     kind = getattr(diffusers, class_name, None)
-    if not hasattr(kind, "load_config"):  # unknown, or several ControlNets in one module
-        raise FamilyError(f"{name} of {source} is a {class_name}, which is not one model of diffusers {diffusers.__version__}")
+    if kind is None or not hasattr(kind, "load_config"):  # unknown, or several ControlNets in one module
+        raise FamilyError(
+            f"{name} of {source} is a {class_name}, which is not a single model of diffusers {diffusers.__version__}"
+        )
     try:
         config = kind.load_config(source, subfolder=name)
     except (OSError, ValueError) as error:

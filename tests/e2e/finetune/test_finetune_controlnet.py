@@ -1,4 +1,4 @@
-"""ControlNets train with the recipe while the transformer is frozen: equal at every topology, and diffusers loads them."""
+"""Side models train with the recipe, with the base frozen: equal at every topology, and diffusers loads them."""
 
 from __future__ import annotations
 
