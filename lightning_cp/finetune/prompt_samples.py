@@ -89,8 +89,8 @@ class PromptSampler:
     def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
         """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
 
-        Args: transformer: the model in training, or a `SteeredTransformer`, on its device, context-parallel or not, also
-            sharded.
+        Args: transformer: the model in training, or a `SteeredTransformer`, on its device, context-parallel or not,
+            also sharded.
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = pipeline_class(self._source)

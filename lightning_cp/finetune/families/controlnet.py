@@ -50,8 +50,8 @@ class WithControlNet(Pictures):
         control, pixels = media["reference"], media["pixels"]
         if control.shape[-2:] != pixels.shape[-2:]:
             raise FamilyError(
-                f"the control picture has {list(control.shape[-2:])} pixels, but must be as large as the picture, "
-                f"{list(pixels.shape[-2:])}"
+                f"the control must be as large as the picture, {list(pixels.shape[-2:])} rows and columns: "
+                f"got {list(control.shape[-2:])}"
             )
         # the pipeline copies the picture, for several prompts
         latents = latent_mode(pipe.vae, control if self.takes_video else control[:, :, 0], channels_last=False)
