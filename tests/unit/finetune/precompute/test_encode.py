@@ -387,7 +387,7 @@ def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp
     if CASES[case].reference:
         row["reference"] = file.name
     (data / "rows.jsonl").write_text(json.dumps(row))
-    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 60, "sheet": 0}
     if frames > 1:
         settings["fps"] = 24.0
     encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)
