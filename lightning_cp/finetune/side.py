@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lightning_cp.finetune.families import Family, SideModel
 from lightning_cp.nest import replace
+from lightning_cp.pipelines.guidance.controlnets import is_controlnet
+from lightning_cp.plans import plan_for
 
 
 class SteeredTransformer(nn.Module):
@@ -55,19 +57,6 @@ def steering_arguments(rule: SideModel, output: Any) -> dict[str, Any]:
     return dict(zip(rule.outputs, outputs, strict=True))
 
 
-def training_models(pipe: Any, family: Family) -> list[nn.Module]:
-    """Return the modules that training calls with the arguments of `Family.inputs`: the transformers of a pipeline.
-
-    A transformer with a side model is one `SteeredTransformer`.
-    """
-    from lightning_cp.finetune.family_check.pipeline_calls import transformers_of
-
-    models, rule = transformers_of(pipe, family.components), family.components.side
-    if rule is not None:
-        return [SteeredTransformer(model, getattr(pipe, rule.component), rule) for model in models]
-    return models
-
-
 def freeze_base(model: nn.Module, family: Family) -> None:
     """Freeze the weights that the family does not train.
 
@@ -77,6 +66,17 @@ def freeze_base(model: nn.Module, family: Family) -> None:
     for name, parameter in model.named_parameters():
         if prefixes and not name.startswith(prefixes):
             parameter.requires_grad_(False)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the blocks of a transformer or a ControlNet, for which diffusers does not name the blocks."""
+    plan = plan_for(model)
+    if plan is None or not is_controlnet(model):
+        model.compile_repeated_blocks()
+        return
+    for path in plan.blocks:
+        for block in getattr(model, path):
+            block.compile()
 
 
 def trained_model(module: nn.Module) -> nn.Module:

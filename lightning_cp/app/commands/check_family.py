@@ -33,8 +33,7 @@ def topology(config: DictConfig) -> None:
 
     from lightning_cp.config import ContextParallelConfig
     from lightning_cp.finetune.families import collate
-    from lightning_cp.finetune.family_check import store, topology_proof
-    from lightning_cp.finetune.side import training_models
+    from lightning_cp.finetune.family_check import store, topology_proof, training_models
 
     join_launcher()
     dist.init_process_group("gloo")

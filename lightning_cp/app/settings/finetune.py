@@ -14,8 +14,8 @@ from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import modular_error, read_json, read_regular
-from lightning_cp.finetune.controlnet_rules import CONTROLNET, controlnet_error
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
+from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped

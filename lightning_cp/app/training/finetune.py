@@ -35,7 +35,7 @@ from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.objectives import Objective, objective_for
 from lightning_cp.finetune.quantize import quantize_base
-from lightning_cp.finetune.side import SteeredTransformer, freeze_base
+from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class
@@ -66,8 +66,7 @@ class FineTune(TrainingSetup):
         family = cache.family()
         _check_family(config, family)
         _check_dropout(config, family)
-        _check_adapter(config, family)
-        _check_component(config, family)
+        _check_trained(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
@@ -101,7 +100,7 @@ class FineTune(TrainingSetup):
         model: Any = load(self.config.model.pretrained, component, dtype=dtype)
         self.checkpointed(model)
         if self.config.model.compile:
-            model.compile_repeated_blocks()
+            compile_blocks(model)
         loaded: nn.Module = model
         return loaded
 
@@ -226,31 +225,25 @@ def _check_family(config: DictConfig, family: Family) -> None:
         )
 
 
-def _check_adapter(config: DictConfig, family: Family) -> None:
-    """Raise FamilyError if a LoRA is to be trained for a model without adapters."""
-    if config.lora is None or family.lora_targets:
-        return
-    if family.components.side is not None or family.trained:
-        raise FamilyError(f"lora must be null for {family.name}: its {_trained(family)} are trained, without adapters")
-    raise FamilyError(
-        f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
-        "weights are trained"
-    )
-
-
-def _trained(family: Family) -> str:
-    side = family.components.side
-    return f"{side.component}'s weights" if side is not None else f"weights {', '.join(family.trained)}"
-
-
-def _check_component(config: DictConfig, family: Family) -> None:
-    """Raise FamilyError if another model than the family's side model is to be trained."""
+def _check_trained(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if a model or an adapter is to be trained that the family does not train."""
     side, component = family.components.side, config.model.component
     if side is not None and component != side.component:
         raise FamilyError(
             f"model.component={component} must be {side.component} for {family.name}, which trains it with the "
             f"transformer frozen: use experiment=finetune_{family.name}"
         )
+    if config.lora is None or family.lora_targets:
+        return
+    if side is not None or family.trained:
+        raise FamilyError(
+            f"lora must be null for {family.name}, which trains weights of its {component} without adapters: use "
+            f"experiment=finetune_{family.name}"
+        )
+    raise FamilyError(
+        f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
+        "weights are trained"
+    )
 
 
 def _check_dropout(config: DictConfig, family: Family) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.controlnet_rules import controlnet_error
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, SideModel, Stored, per_channel
 from lightning_cp.finetune.families.flux import Flux
@@ -22,8 +21,7 @@ from lightning_cp.finetune.families.media import condition_image
 from lightning_cp.finetune.families.packing import pack
 from lightning_cp.finetune.families.pictures import Pictures
 from lightning_cp.finetune.families.qwen_image import QwenImage
-
-_COMPONENT = "controlnet"
+from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 
 class WithControlNet(Pictures):
@@ -64,7 +62,7 @@ class WithControlNet(Pictures):
         """Add the ControlNet's arguments to those of the transformer. Args: changed: those that differ."""
         control = pack(self.normalised_control(stored["control"].float())).to(options.dtype)
         side = {**arguments, **changed, "controlnet_cond": control, "conditioning_scale": 1.0}
-        return {**arguments, _COMPONENT: side}
+        return {**arguments, CONTROLNET: side}
 
     def normalised_control(self, latents: Tensor) -> Tensor:
         """Normalise float32 latents of the control picture, as the pipeline does."""
@@ -82,7 +80,7 @@ class FluxControlNet(WithControlNet, Flux):
     pipelines = ("FluxControlNetPipeline",)
     components = replace(
         Flux.components,
-        side=SideModel(_COMPONENT, ("controlnet_block_samples", "controlnet_single_block_samples")),
+        side=SideModel(CONTROLNET, ("controlnet_block_samples", "controlnet_single_block_samples")),
     )
 
     @classmethod
@@ -107,7 +105,7 @@ class QwenImageControlNet(WithControlNet, QwenImage):
 
     name = "qwen_image_controlnet"
     pipelines = ("QwenImageControlNetPipeline",)
-    components = replace(QwenImage.components, side=SideModel(_COMPONENT, ("controlnet_block_samples",)))
+    components = replace(QwenImage.components, side=SideModel(CONTROLNET, ("controlnet_block_samples",)))
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:

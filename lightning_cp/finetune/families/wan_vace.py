@@ -17,6 +17,7 @@ from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, Stored
 from lightning_cp.finetune.families.media import to_clips
 from lightning_cp.finetune.families.wan import Wan
+from lightning_cp.side_models import VACE
 
 
 class WanVACE(Wan):
@@ -31,7 +32,7 @@ class WanVACE(Wan):
     pipelines = ("WanVACEPipeline",)
     lora_targets = ()
     one_prompt = True
-    trained = ("vace_",)
+    trained = (VACE,)
     reference_clips = True
 
     @classmethod

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lightning_cp.finetune.families import Family, Media, collate
+from lightning_cp.finetune.family_check.pipeline_calls import training_models
 from lightning_cp.finetune.family_check.proof import Proof, store
 from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.objective import activation_dtype
-from lightning_cp.finetune.side import training_models
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION = 2e-2

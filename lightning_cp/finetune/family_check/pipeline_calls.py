@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Components, Family, Media, SideModel
 from lightning_cp.finetune.objectives.objective import first_outputs
-from lightning_cp.finetune.side import steering_arguments
+from lightning_cp.finetune.side import SteeredTransformer, steering_arguments
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
@@ -48,6 +48,17 @@ def transformers_of(pipe: Any, components: Components) -> list[nn.Module]:
     if not found:
         raise FamilyError(f"{type(pipe).__name__} has no transformer: load one of {', '.join(components.train)}")
     return found
+
+
+def training_models(pipe: Any, family: Family) -> list[nn.Module]:
+    """Return the modules that training calls with the arguments of `Family.inputs`: the transformers of a pipeline.
+
+    A transformer with a side model is one `SteeredTransformer`.
+    """
+    models, rule = transformers_of(pipe, family.components), family.components.side
+    if rule is None:
+        return models
+    return [SteeredTransformer(model, getattr(pipe, rule.component), rule) for model in models]
 
 
 @torch.no_grad()

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.fabric import ContextParallelStrategy as FabricStrategy
 from lightning_cp.families import Facts, Sample, StoredBatch, collate, family_for, load_family
-from lightning_cp.family_check import store, topology_proof
-from lightning_cp.finetune.side import training_models
+from lightning_cp.family_check import store, topology_proof, training_models
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.compare import nothing_narrowed

@@ -174,7 +174,7 @@ def test_a_run_is_resumed(flux: Path, alone: Finished) -> None:
 
 def test_wrong_settings_are_one_error(flux: Path) -> None:
     for overrides, message in (
-        (("lora={rank: 4}",), "lora must be null for flux_controlnet: its controlnet's weights are trained"),
+        (("lora={rank: 4}",), "lora must be null for flux_controlnet, which trains weights of its controlnet without"),
         (("model.component=transformer",), "model.component=transformer must be controlnet for flux_controlnet"),
     ):
         given = (f"experiment={FLUX}", f"model.pretrained={flux / 'pipe'}", f"data.path={flux / 'latents'}")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import SideModel, collate, family_for
-from lightning_cp.family_check import store
+from lightning_cp.family_check import store, training_models
 from lightning_cp.finetune import SteeredTransformer, freeze_base
-from lightning_cp.finetune.side import models_by_component, trained_model, training_models
+from lightning_cp.finetune.side import models_by_component, trained_model
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES, made, media
 

@@ -1,4 +1,4 @@
-"""Rules for ControlNets that can be trained, from config files. Imports neither torch nor diffusers."""
+"""Rules for side models that can be trained, from config files. Imports neither torch nor diffusers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTROLNET = "controlnet"  # name of the component
+VACE = "vace_"  # begin of the names of the weights that are trained in a transformer with VACE
 _TRAINED = ("FluxControlNetModel", "QwenImageControlNetModel")
 _OTHER_KINDS = {
     "num_mode": "it is a union of several kinds of control (num_mode); data have no mode of each sample",
