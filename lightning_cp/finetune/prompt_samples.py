@@ -41,8 +41,8 @@ class PromptSampler:
     Args:
         source: the pipeline's folder, or its id on the Hub.
         prompts: texts to draw.
-        images: for edit models and image to video: a picture file for each prompt, the source or the first frame. None
-            for FLUX.2: it draws without a source.
+        images: for edit models, image to video and ControlNets: a picture file for each prompt, the source, the first
+            frame or the control. None for FLUX.2: it draws without a source.
         component: name of the transformer in training.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
@@ -63,7 +63,8 @@ class PromptSampler:
     ) -> None:
         if isinstance(prompts, str) or not prompts or not all(isinstance(x, str) for x in prompts):
             raise ValueError(f"prompts={prompts!r} must be a list of one text or more")
-        reserved = [name for name in ("prompt", "image", "generator", "output_type", "return_dict") if name in call]
+        set_here = ("prompt", "image", "control_image", "generator", "output_type", "return_dict")
+        reserved = [name for name in set_here if name in call]
         if reserved:
             raise ValueError(f"{reserved[0]} is set by PromptSampler: leave it out")
         if images is not None and len(images) != len(prompts):

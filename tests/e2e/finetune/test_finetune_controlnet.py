@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from lightning_cp.finetune import new_controlnet
 from lightning_cp.precompute import PrecomputeSettings, precompute
-from tests.e2e.finetune.test_finetune import QUICK, tune
+from tests.e2e.finetune.test_finetune import QUICK, tune, val_losses
 from tests.e2e.finetuning import write_cache, write_pipeline
 from tests.e2e.recipe import ROOT, Finished, error_of, run
 from tests.harness import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-SMALL = ("batch_size=2", "ema_decay=0.5", "max_steps=2")
+SMALL = ("batch_size=2", "ema_decay=0.5", "max_steps=2", "data.validation=1", "validation.every=1")
 FLUX = "finetune_flux_controlnet"
 
 
@@ -47,6 +47,8 @@ def weights(folder: Path, component: str = "controlnet") -> dict[str, torch.Tens
 def check_equal(here: Finished, alone: Finished, component: str = "controlnet") -> None:
     """Compare losses and exported weights."""
     assert here.losses == pytest.approx(alone.losses, rel=1e-4)
+    assert val_losses(here) == pytest.approx(val_losses(alone), rel=1e-4)
+    assert len(set(val_losses(alone))) == 2
     found, expected = weights(here.folder, component), weights(alone.folder, component)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
@@ -124,17 +126,34 @@ def test_a_frozen_base_in_half_precision(flux: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["cp", "cp_fsdp"])
-def test_pictures_are_drawn_from_control_pictures_during_training(flux: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [("strategy=cp",), ("strategy=cp_fsdp",), ("strategy=cp_fsdp", "trainer=lightning")],
+    ids=["cp", "cp_fsdp", "trainer"],
+)
+def test_pictures_are_drawn_from_control_pictures_during_training(flux: Path, ranks: tuple[str, ...]) -> None:
     images = ",".join(str(flux / f"media/{i}.reference.png") for i in (0, 1))
     drawing = ("sampling.every=1", "sampling.prompts=[wave number 1,wave number 1]", "sampling.num_inference_steps=2")
     given = (*SMALL, *drawing, f"sampling.images=[{images}]")
-    alone = tune(flux, f"drawn_{strategy}", *given, experiment=FLUX)
-    three = tune(flux, f"drawn3_{strategy}", *given, f"strategy={strategy}", "ring=3", experiment=FLUX)
+    alone = tune(flux, "_".join(("drawn", *ranks)), *given, experiment=FLUX)
+    three = tune(flux, "_".join(("drawn3", *ranks)), *given, *ranks, "ring=3", experiment=FLUX)
     pictures = [[_picture(here.folder / f"samples/final/000{i}.png") for i in (0, 1)] for here in (alone, three)]
     for one, other in zip(*pictures, strict=True):
         assert np.abs(one - other).max() <= 1
     assert np.abs(pictures[0][0] - pictures[0][1]).max() > 1, "the control pictures differ"
+
+
+@pytest.mark.full
+def test_wan_vace_draws_without_a_control_during_training(tmp_path: Path) -> None:
+    made = write_cache(tmp_path, "wan_vace", count=3)
+    drawing = ("sampling.every=1", "sampling.prompts=[wave number 1]", "sampling.num_inference_steps=2")
+    given = (*SMALL, *drawing, "+sampling.call.max_sequence_length=24")
+    alone, three = (
+        tune(made, name, *given, *ranks, experiment="finetune_wan_vace")
+        for name, ranks in (("alone", ()), ("three", ("strategy=cp", "ring=3")))
+    )
+    one, other = (_picture(run.folder / "samples/final/0000.gif") for run in (alone, three))
+    assert np.abs(one - other).max() <= 3  # colours of a GIF
 
 
 @pytest.mark.full
@@ -165,13 +184,14 @@ def sampled(made: Path, name: str, control: Path) -> np.ndarray:
 
 @pytest.mark.full
 def test_a_run_is_resumed(flux: Path, alone: Finished) -> None:
-    first = tune(flux, "first", "batch_size=2", "ema_decay=0.5", "max_steps=1", "checkpoint_every=1", experiment=FLUX)
+    first = tune(flux, "first", *SMALL, "max_steps=1", experiment=FLUX)
     resumed = tune(flux, "resumed", *SMALL, f"resume={first.folder / 'checkpoints/step_00000001'}", experiment=FLUX)
     assert resumed.losses == pytest.approx(alone.losses[1:], rel=1e-4)
     for name, x in weights(alone.folder).items():
         torch.testing.assert_close(weights(resumed.folder)[name], x, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_wrong_settings_are_one_error(flux: Path) -> None:
     for overrides, message in (
         (("lora={rank: 4}",), "lora must be null for flux_controlnet, which trains weights of its controlnet without"),

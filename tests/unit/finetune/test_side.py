@@ -13,7 +13,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.families import SideModel, collate, family_for
 from lightning_cp.family_check import store, training_models
 from lightning_cp.finetune import SteeredTransformer, freeze_base
-from lightning_cp.finetune.side import models_by_component, trained_model
+from lightning_cp.finetune.side import compile_blocks, models_by_component, trained_model
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES, made, media
 
@@ -102,3 +102,13 @@ def test_a_control_of_another_width_is_refused() -> None:
     pipe.transformer.register_to_config(vace_in_channels=96)
     with pytest.raises(FamilyError, match=r"has vace_in_channels=96, but the VAE makes 72: two latents and a mask"):
         family_for(pipe)
+
+
+def test_the_blocks_of_a_controlnet_are_compiled_like_those_of_its_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, compiled = made("flux_controlnet"), list[str]()
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *_, **__: compiled.append(type(self).__name__))
+    blocks = ["FluxTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock"]
+    compile_blocks(pipe.controlnet)
+    assert compiled == blocks
+    compile_blocks(pipe.transformer)
+    assert compiled[3:] == [*blocks, "FluxSingleTransformerBlock"]
