@@ -18,7 +18,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
-from lightning_cp.finetune.side import models_by_component
+from lightning_cp.finetune.side import called_by_pipeline, models_by_component
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
@@ -74,6 +74,7 @@ class PromptSampler:
         self.prompts, self._source, self._component = list(prompts), str(source), component
         self._seed, self._setting, self._call = seed, setting, call
         self._pipe: Any = None
+        self._model: nn.Module = nn.Identity()
         self._picture_name = "image"
         self._shard = DataShard(0, 1)
 
@@ -115,7 +116,7 @@ class PromptSampler:
         pipe = pipe or self._load(model, without=names)
         text.replay_in(pipe, ranks.device)
         self._move_components(pipe, model, ranks.device)
-        self._pipe, self._shard = pipe, data_shard
+        self._pipe, self._shard, self._model = pipe, data_shard, model
 
     @torch.no_grad()
     def draw(self) -> Tensor:
@@ -136,7 +137,8 @@ class PromptSampler:
 
     def _sample(self, i: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed + i)
-        result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
+        with called_by_pipeline(self._model):
+            result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
         sample: Tensor = result[0].detach().float()
         return sample.transpose(0, 1) if sample.ndim == 4 else sample  # clips are [f, c, h, w]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def freeze_base(model: nn.Module, family: Family) -> None:
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile the blocks of a transformer or a ControlNet, for which diffusers does not name the blocks."""
+    """Compile the blocks of a model. diffusers names no blocks for ControlNets: those of the plan are compiled."""
     plan = plan_for(model)
     if plan is None or not is_controlnet(model):
         model.compile_repeated_blocks()
@@ -77,6 +78,24 @@ def compile_blocks(model: Any) -> None:
     for path in plan.blocks:
         for block in getattr(model, path):
             block.compile()
+
+
+@contextmanager
+def called_by_pipeline(module: nn.Module) -> Iterator[None]:
+    """Cast activations as `SteeredTransformer` does, also if a pipeline calls the side model and the transformer."""
+    if not isinstance(module, SteeredTransformer):
+        yield
+        return
+    base, side = module.dtype, next(module.side.parameters()).dtype
+    before = module.side.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, _cast(kwargs, base, side)), with_kwargs=True, prepend=True
+    )
+    after = module.side.register_forward_hook(lambda _, args, output: _cast({"": output}, side, base)[""])
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def trained_model(module: nn.Module) -> nn.Module:

@@ -117,12 +117,15 @@ def test_other_side_models_train_at_every_topology(case: str, component: str, tr
 
 @pytest.mark.full
 def test_a_frozen_base_in_half_precision(flux: Path) -> None:
-    given = (*SMALL, "model.dtype=bfloat16")
+    images = f"sampling.images=[{flux / 'media/0.reference.png'}]"
+    drawing = ("sampling.every=1", "sampling.prompts=[wave]", "sampling.num_inference_steps=1", images)
+    given = (*SMALL, "model.dtype=bfloat16", *drawing)
     alone = tune(flux, "half", *given, experiment=FLUX)
     assert {x.dtype for x in weights(alone.folder).values()} == {torch.float32}
     for ranks in (("strategy=cp", "ring=3"), ("strategy=cp_fsdp", "ring=3")):
         here = tune(flux, "_".join(("half", *ranks)), *given, *ranks, experiment=FLUX)
         assert here.losses == pytest.approx(alone.losses, rel=2e-2)
+        assert _picture(here.folder / "samples/final/0000.png").shape == (16, 24, 3)
 
 
 @pytest.mark.full

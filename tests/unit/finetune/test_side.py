@@ -13,7 +13,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.families import SideModel, collate, family_for
 from lightning_cp.family_check import store, training_models
 from lightning_cp.finetune import SteeredTransformer, freeze_base
-from lightning_cp.finetune.side import compile_blocks, models_by_component, trained_model
+from lightning_cp.finetune.side import called_by_pipeline, compile_blocks, models_by_component, trained_model
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES, made, media
 
@@ -52,6 +52,14 @@ def test_activations_are_cast_and_times_are_not() -> None:
     for given in (side.given, base.given):
         assert given["time"].dtype == torch.float32
         assert torch.equal(given["time"], time)
+    with called_by_pipeline(both):  # a pipeline calls the models itself
+        (steering,) = side(x=x, time=time)
+    assert side.given["x"].dtype == torch.float32
+    assert side.given["time"].dtype == torch.float32
+    assert steering.dtype == torch.bfloat16
+    assert side(x=x.float(), time=time)[0].dtype == torch.float32, "the hooks are removed"
+    with called_by_pipeline(base):
+        pass
     assert both.side is both.get_submodule("control") is side
     assert trained_model(nn.Sequential(both)) is side
     assert trained_model(base) is base
