@@ -80,29 +80,26 @@ class FineTune(TrainingSetup):
     @override
     def denoiser(self) -> nn.Module:
         config, side = self.config.model, self.family.components.side
-        transformer = self._loaded(config.component, torch.float32 if side else _DTYPES[config.dtype])
+        load, dtype = meta_transformer if self.shards_weights else load_transformer, _DTYPES[config.dtype]
+        trained = load(config.pretrained, config.component, dtype=dtype if side is None else torch.float32)
         if config.quantize is not None:
-            quantize_base(transformer, config.quantize)
+            quantize_base(trained, config.quantize)
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
-            add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
+            add_lora(trained, settings, family=self.family, component=config.component, seed=self.config.seed)
         else:
-            transformer.requires_grad_(True)
+            trained.requires_grad_(True)
+        model, parts = trained, [trained]
         if side is not None:
-            base = self._loaded("transformer", _DTYPES[config.dtype])
-            transformer = SteeredTransformer(base, transformer, side)
-        freeze_base(transformer, self.family)
-        return transformer.train()
-
-    def _loaded(self, component: str, dtype: torch.dtype) -> nn.Module:
-        """Load a model of the pipeline, with the activation checkpointing and the compiled blocks of the settings."""
-        load = meta_transformer if self.shards_weights else load_transformer
-        model: Any = load(self.config.model.pretrained, component, dtype=dtype)
-        self.checkpointed(model)
-        if self.config.model.compile:
-            compile_blocks(model)
-        loaded: nn.Module = model
-        return loaded
+            parts.append(load(config.pretrained, "transformer", dtype=dtype))
+            model = SteeredTransformer(parts[-1], trained, side)
+        freeze_base(model, self.family)
+        model.train()
+        for part in parts:
+            self.checkpointed(part)
+            if config.compile:
+                compile_blocks(part)
+        return model
 
     @override
     def module_settings(self) -> dict[str, Any]:

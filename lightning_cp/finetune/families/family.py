@@ -192,7 +192,7 @@ class Family(ABC):
         lora_targets: default `target_modules` of a LoRA; empty: the transformer takes no adapters.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
-        condition_entries: names of arguments with conditions that the pipeline normalises.
+        condition_entries: names of arguments with conditions, which may be rounded like the noisy latents in bfloat16.
         default_frames: frames of a clip, if the pipeline's call has no default.
         optional_reference: True if the pipeline samples with and without references: the data have one for each
             sample, or none.
