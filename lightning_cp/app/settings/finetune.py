@@ -15,6 +15,7 @@ from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import modular_error, read_json, read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
+from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
@@ -154,6 +155,10 @@ def _check_transformer(config: DictConfig) -> None:
             f"{', '.join(sorted(transformers))}"
         )
     settings = _read(source / component / "config.json", "model.pretrained")
+    if CONTROLNET in index and component == CONTROLNET:
+        base = _read(source / "transformer" / "config.json", "model.pretrained")
+        if error := controlnet_error(str(index[component][-1]), settings, base):
+            raise SettingsError(f"model.pretrained={source}: {error}")
     heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
     if isinstance(heads, int) and ulysses > heads:
         raise SettingsError(
