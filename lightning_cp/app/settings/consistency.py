@@ -101,8 +101,8 @@ def check_optimizer(config: DictConfig) -> None:
         )
     if package == "prodigyopt":
         raise SettingsError(
-            "optim._target_=prodigyopt.Prodigy keeps its state among the settings of parameter groups, which checkpoints "
-            "do not save: no run could be resumed. Use optim=adamw"
+            "optim._target_=prodigyopt.Prodigy keeps its state among the settings of parameter groups, which "
+            "checkpoints do not save: no run could be resumed. Use optim=adamw"
         )
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
