@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from lightning_cp.data import bucket_loader
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
+from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
-from lightning_cp.finetune.objectives import MicroBatch, Objective, micro_batches, objective_for
+from lightning_cp.finetune.objectives import ExpertFlowMatching, MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
@@ -46,9 +49,10 @@ class FineTuning(LightningModule):
     continues exactly. Checkpoints hold the weights that are trained.
 
     Args:
-        transformer: diffusers transformer, with or without adapters (`add_lora`).
+        transformer: diffusers transformer, with or without adapters (`add_lora`). A mapping: the experts of a pipeline,
+            by their names in it; each step trains the one that the objective draws, see `ExpertFlowMatching`.
         family: model family, from `LatentCache.family` or `family_for`.
-        objective: None: the family's for this component, with seed 0; see `objective_for`.
+        objective: None: the family's for these components, with seed 0; see `objective_for`.
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
@@ -58,12 +62,13 @@ class FineTuning(LightningModule):
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
-        component: name of the transformer in its pipeline, for the objective and `export`.
+        component: name of the transformer in its pipeline, for the objective and `export`; not for experts.
+    Raises: ValueError: experts without an objective for them, or the other way round.
     """
 
     def __init__(
         self,
-        transformer: nn.Module,
+        transformer: nn.Module | Mapping[str, nn.Module],
         family: Family,
         *,
         objective: Objective | None = None,
@@ -78,8 +83,13 @@ class FineTuning(LightningModule):
     ) -> None:
         super().__init__()
         self.strict_loading = False  # frozen weights are not in checkpoints
-        self.transformer, self.family = transformer, family
-        self.objective = objective or objective_for(family, seed=0, component=component)
+        self.family = family
+        self.transformer: nn.Module = transformer if isinstance(transformer, nn.Module) else Experts(transformer)
+        names = list(named_transformers(self.transformer, component))
+        self.objective = objective or objective_for(family, seed=0, component=names if len(names) > 1 else component)
+        drawn = sorted(self.objective.ranges) if isinstance(self.objective, ExpertFlowMatching) else []
+        if drawn != (sorted(names) if len(names) > 1 else []):
+            raise ValueError(f"the objective is for the experts {drawn}, but the transformers are {names}")
         self.batches, self.component = 0, component
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
@@ -101,20 +111,48 @@ class FineTuning(LightningModule):
             self.trainer.strategy.backward(values[-1][0], None)
         values.append(self.loss(last))
         self.batches += 1
+        expert = self.expert
         loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
         self.report(loss, sigma, samples=len(batch))
+        if expert is not None:
+            self.log(f"loss_{expert}", loss, batch_size=len(batch), sync_dist=True)
         return values[-1][0]
 
     def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
-        """Divide this rank's batch for gradient accumulation.
+        """Divide this rank's batch for gradient accumulation. Of experts, select the one that the step trains.
 
         Args:
             step: number of batches trained before it.
             first_index: see `Objective.loss`.
         """
+        if isinstance(self.objective, ExpertFlowMatching):
+            self._experts.select(self.objective.expert_at(step))
         first = self.objective.first_index(self.transformer, batch) if first_index is None else first_index
         size = self._micro_batch_size
         return micro_batches(self.objective, self.family, batch, size=size, step=step, first_index=first)
+
+    @property
+    def expert(self) -> str | None:
+        """Name of the expert that the last step has trained; None without experts."""
+        return self._experts.active if isinstance(self.objective, ExpertFlowMatching) else None
+
+    @property
+    def expert_number(self) -> float:
+        """Number of the expert that the last step has trained, from 1; NaN without experts."""
+        return math.nan if self.expert is None else float(1 + list(self._experts).index(self.expert))
+
+    @property
+    def idle_weights(self) -> tuple[str, ...]:
+        """Beginnings of the names of the parameters that the last step has not trained."""
+        if not isinstance(self.objective, ExpertFlowMatching):
+            return ()
+        return tuple(f"transformer.{name}" for name in self._experts.idle)
+
+    @property
+    def _experts(self) -> Experts:
+        experts = experts_in(self.transformer)
+        assert experts is not None, "checked in __init__"
+        return experts
 
     def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
         """Log the means of this rank's batch, averaged over the data ranks."""
@@ -163,17 +201,24 @@ class FineTuning(LightningModule):
 
         To export EMA weights, call it inside `EMACallback.averaged` or `WeightAverage.swapped_in`.
 
-        Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
+        Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters, that of the first
+            expert if there are several.
         Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
-        model: Any = diffusers_model_of(self.transformer)
-        if not getattr(model, "peft_config", None):
-            save_pretrained(self.transformer, Path(folder) / self.component)
-            return Path(folder) / self.component
+        transformers = named_transformers(self.transformer, self.component)
+        models: dict[str, Any] = {name: diffusers_model_of(x) for name, x in transformers.items()}
+        if not any(getattr(model, "peft_config", None) for model in models.values()):
+            for name, transformer in transformers.items():
+                save_pretrained(transformer, Path(folder) / name)
+            return Path(folder) / next(iter(transformers))
         lora = Path(folder) / LORA
-        on_rank_zero(lambda: (lora / COMFYUI_FILE).unlink(missing_ok=True))  # it would not fit a new LoRA after a kill
-        save_lora(self.transformer, lora, component=self.component)
-        on_rank_zero(lambda: write_for_comfyui(lora, class_of(model).__name__, component=self.component))
+        files = {name: COMFYUI_FILE if len(models) == 1 else f"comfyui_{name}.safetensors" for name in models}
+        for file in files.values():
+            on_rank_zero(partial((lora / file).unlink, missing_ok=True))  # it would not fit a new LoRA after a kill
+        save_lora(transformers, lora)
+        for name, file in files.items():
+            kind = class_of(models[name]).__name__
+            on_rank_zero(partial(write_for_comfyui, lora, kind, component=name, file=file))
         return lora
 
     @override

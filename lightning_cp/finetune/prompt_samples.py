@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_cp.comm.agree import text_of
 from lightning_cp.engine.apply import installed_on, parallelize
 from lightning_cp.errors import FamilyError
+from lightning_cp.finetune.experts import named_transformers
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
@@ -28,9 +29,9 @@ class PromptSampler:
     """Sample prompts with the pipeline around a transformer in training.
 
     The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
-    keeps the VAE, and the other expert of a pipeline with two. The ranks of a context group draw the same samples
-    together; the prompts are divided over the data groups. Sample i starts from noise of the seed `seed + i`, so it
-    depends neither on the number of ranks nor on the step.
+    keeps the VAE, and of a pipeline with two experts the one that is not trained. The ranks of a context group draw the
+    same samples together; the prompts are divided over the data groups. Sample i starts from noise of the seed
+    `seed + i`, so it depends neither on the number of ranks nor on the step.
 
     It can be the `sample` of a `SamplingCallback` with a `FineTuning` module:
 
@@ -42,7 +43,7 @@ class PromptSampler:
         prompts: texts to draw.
         images: for edit models and image to video: a picture file for each prompt, the source or the first frame. None
             for FLUX.2: it draws without a source.
-        component: name of the transformer in training.
+        component: name of the transformer in training; not needed for `Experts`.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
         call: other arguments of the pipeline's call, such as `height` and `num_inference_steps`.
@@ -87,18 +88,20 @@ class PromptSampler:
     def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
         """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
 
-        Args: transformer: the diffusers model in training, on its device, context-parallel or not, also sharded.
+        Args: transformer: the diffusers model in training, on its device, context-parallel or not, also sharded; or
+            the `Experts` of a pipeline.
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
-        components, model = family_class(kind).components, cast(Any, transformer)
+        components = family_class(kind).components
+        models: dict[str, Any] = named_transformers(transformer, self._component)
         names, text = components.text, RecordedPrompts(components.after_encode_prompt)
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:
                 self._pictures = [_picture(file) for file in self._images or ()]
-                pipe = self._load(model, without=())
+                pipe = self._load(models, without=())
                 text.record(pipe, [self._arguments(i) for i in range(len(self))], ranks.device)
                 release(pipe, names)
             except Exception as error:
@@ -107,9 +110,9 @@ class PromptSampler:
         if failure:
             raise ValueError(f"sampling: the prompts cannot be encoded: {failure}")
         text, self._pictures = ranks.broadcast((text, self._pictures))
-        pipe = pipe or self._load(model, without=names)
+        pipe = pipe or self._load(models, without=names)
         text.replay_in(pipe, ranks.device)
-        self._move_components(pipe, model, ranks.device)
+        self._move_components(pipe, models, ranks.device)
         self._pipe, self._shard = pipe, data_shard
 
     @torch.no_grad()
@@ -139,22 +142,22 @@ class PromptSampler:
         picture = {"image": self._pictures[i]} if self._pictures else {}
         return {"prompt": self.prompts[i], **picture, **self._call}
 
-    def _load(self, model: Any, *, without: Sequence[str]) -> Any:
+    def _load(self, models: Mapping[str, Any], *, without: Sequence[str]) -> Any:
         pipe = load_pipeline(
             self._source,
-            model.dtype,
+            next(iter(models.values())).dtype,
             setting=self._setting,
             without=without,
-            components={self._component: model},
+            components=models,
         )
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def _move_components(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
+    def _move_components(self, pipe: Any, models: Mapping[str, nn.Module], device: torch.device) -> None:
         """Move the other components to the device, and make them parallel like the transformer."""
-        installed = installed_on(model)
+        installed = installed_on(next(iter(models.values())))
         for name, other in pipe.components.items():
-            if not isinstance(other, nn.Module) or other is model:
+            if not isinstance(other, nn.Module) or name in models:
                 continue
             other.requires_grad_(False).eval().to(device)
             if installed is None or installed.session.groups.context is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import is_single
@@ -47,16 +48,16 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
 
     Activations are not counted. A pipeline on the Hub is checked only if its files are already downloaded.
     """
-    folder = Path(str(read(config, "model.pretrained"))) / str(read(config, "model.component"))
-    weights = sum(_sizes(folder))
+    pipeline, names = Path(str(read(config, "model.pretrained"))), components_of(config)
+    weights = sum(size for name in names for size in _sizes(pipeline / name))
     trained = weights if config.get("lora") is None else 0
     needed = weights * _BYTES[str(read(config, "model.dtype"))] + trained * _TRAINED_BYTES
     free = free_memory_bytes(accelerator) if needed else None
     if free is not None and needed > free:
-        where = "GPU memory" if accelerator != "cpu" else "memory"
+        where, folders = "GPU memory" if accelerator != "cpu" else "memory", pipeline / " and ".join(names)
         raise SettingsError(
             f"certify=true trains on one process too, which needs at least {needed / 2**30:.1f} GiB for the "
-            f"{weights:,} weights of {folder}, gradients and optimizer states, but {free / 2**30:.1f} GiB of {where} "
+            f"{weights:,} weights of {folders}, gradients and optimizer states, but {free / 2**30:.1f} GiB of {where} "
             "are free: set certify=false, or certify a smaller model of the same class"
         )
 

@@ -24,9 +24,15 @@ class NoGpu(Machine):
     gpus = 0
 
 
+EXPERTS = {
+    "transformer": ["diffusers", "WanTransformer3DModel"],
+    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+}
+
+
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """Folder with a pipeline of two transformers, a cache of six samples, and damaged ones."""
+    """Folder with pipelines of one transformer and of two experts, a cache of six samples, and damaged ones."""
     for name, files in {
         "pipe": {
             "model_index.json": {
@@ -40,6 +46,16 @@ def here(tmp_path: Path) -> Path:
         "int8": {
             "model_index.json": {"transformer": ["diffusers", "WanTransformer3DModel"]},
             "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
+        },
+        "experts": {
+            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": 0.875, **EXPERTS},
+            "transformer/config.json": {"num_attention_heads": 4},
+            "transformer_2/config.json": {"num_attention_heads": 2},
+        },
+        "no_boundary": {
+            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": None, **EXPERTS},
+            "transformer/config.json": {},
+            "transformer_2/config.json": {},
         },
         "empty": {"model_index.json": {}},
         "modular": {"modular_model_index.json": {"_class_name": "MiniMaxH3ModularPipeline"}},
@@ -76,7 +92,8 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
-    config = check(here, experiment=experiment).config
+    pretrained = ("model.pretrained=HERE/experts",) if experiment == "finetune_wan22" else ()
+    config = check(here, *pretrained, experiment=experiment).config
     if experiment == "finetune_pixart_sigma":  # no adapters
         assert config.lora is None
     else:
@@ -101,6 +118,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "sana",
         "sd3",
         "wan",
+        "wan22",
         "z_image",
     )
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
