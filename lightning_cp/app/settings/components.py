@@ -41,8 +41,8 @@ def check_components(config: DictConfig) -> None:
         )
     if len(ranges) != len(names):
         raise SettingsError(
-            f"objective.sigma_range={show(given)} has {len(ranges)} ranges, but model.component={show(component)} "
-            f"has {len(names)} experts: give one for each, in the same order, or null for those of the pipeline"
+            f"objective.sigma_range={show(given)} is not valid: must have a range for each of {', '.join(names)}, in "
+            "this order, or be null for the ranges of the pipeline"
         )
     if any(low >= high for low, high in ranges):
         raise SettingsError(
