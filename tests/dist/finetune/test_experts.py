@@ -80,8 +80,8 @@ def trained(
     average, losses = WeightAverage(module, 0.5), []
     for step in steps:
         named = {name: x for name, x in module.named_parameters() if x.requires_grad}
-        before, total = parts_of(named, optimizer, average), torch.zeros(())
-        data = batch(tuned, step, shard)
+        before, total = parts_of(named, optimizer, average), 0.0
+        data = batch(tuned, step, shard).to(next(x.device for x in module.parameters() if x.requires_grad))
         for part in tuned.micro_batches(data, step=step, first_index=shard.rank * len(data)):
             loss, _ = tuned.loss(part)
             loss.backward() if fabric is None else fabric.backward(loss)
