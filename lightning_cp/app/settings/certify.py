@@ -49,8 +49,9 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
     Activations are not counted. A pipeline on the Hub is checked only if its files are already downloaded.
     """
     pipeline, names = Path(str(read(config, "model.pretrained"))), components_of(config)
-    weights = sum(size for name in names for size in _sizes(pipeline / name))
-    trained = weights if config.get("lora") is None else 0
+    sizes = [sum(_sizes(pipeline / name)) for name in names]
+    trained = sum(sizes) if config.get("lora") is None else 0
+    weights = sum(sizes) if trained or accelerator == "cpu" else max(sizes)  # one frozen expert at a time on a GPU
     needed = weights * _BYTES[str(read(config, "model.dtype"))] + trained * _TRAINED_BYTES
     free = free_memory_bytes(accelerator) if needed else None
     if free is not None and needed > free:
