@@ -49,6 +49,9 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
         # A copy shares the weights. A model is parallel for one world only.
         steps = {name: _passes(make(_copied(model)), _inputs(config, 1, device)) for name, make in makers.items()}
         steps[_ALONE] = _passes(model, _inputs(config, ranks, device))
+        if device.type == "cuda":
+            for name in ("Ulysses" + UNCHECKED, "ring allgather" + UNCHECKED, _ALONE):
+                steps[f"{name}, CUDA graph"] = [_captured(steps[name][0])]
         for name, enable in peers.models(device).items():
             try:
                 passes = _passes(enable(_copied(model)), _inputs(config, 1, device))
@@ -60,7 +63,7 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
         times = times_in_turn(steps, rounds=settings.rounds, calls=1, device=device)
     for name, each in times.items():
         cells = [f"{1e3 * seconds:.1f}" for of_pass in each for seconds in (of_pass.wall_s, of_pass.host_s)]
-        result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells])
+        result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])
     goal = "≤ 1.0" if device.type == "cuda" else ""
     for name, peer in _PEERS.items():
         if name in times and peer in times:
@@ -123,3 +126,17 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any]) -> list[Callable[[], ob
         torch.autograd.grad(out, latents, torch.ones_like(out))
 
     return [forward, with_backward]
+
+
+def _captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Capture a step in a CUDA graph. Returns: its replay."""
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
