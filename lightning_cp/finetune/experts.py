@@ -47,6 +47,11 @@ class Experts(nn.ModuleDict):
         return self[self.active](*args, **kwargs)
 
     @property
+    def active_number(self) -> float:
+        """Number of the selected transformer, from 1."""
+        return float(1 + list(self).index(self.active))
+
+    @property
     def idle(self) -> tuple[str, ...]:
         """Beginnings of the names of the parameters that a step with the selected transformer does not train."""
         return tuple(f"{name}." for name in self if name != self.active)

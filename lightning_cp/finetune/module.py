@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,7 +43,8 @@ class FineTuning(LightningModule):
 
     `recipes/train.py` trains this module, with a Trainer or, by calling its methods, with Fabric.
 
-    Logs "loss", "sigma" (the mean noise level) and, in Lightning's validation, "val_loss". Noise, times and the order
+    Logs "loss" (of an expert also "loss_<its name>"), "sigma" (the mean noise level) and, in Lightning's validation,
+    "val_loss". Noise, times and the order
     of the data depend on the seed and the number of batches only, so a run that is resumed at another number of ranks
     continues exactly. Checkpoints hold the weights that are trained.
 
@@ -111,11 +111,8 @@ class FineTuning(LightningModule):
             self.trainer.strategy.backward(values[-1][0], None)
         values.append(self.loss(last))
         self.batches += 1
-        expert = self.expert
         loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
         self.report(loss, sigma, samples=len(batch))
-        if expert is not None:
-            self.log(f"loss_{expert}", loss, batch_size=len(batch), sync_dist=True)
         return values[-1][0]
 
     def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
@@ -137,11 +134,6 @@ class FineTuning(LightningModule):
         return self._experts.active if isinstance(self.objective, ExpertFlowMatching) else None
 
     @property
-    def expert_number(self) -> float:
-        """Number of the expert that the last step has trained, from 1; NaN without experts."""
-        return math.nan if self.expert is None else float(1 + list(self._experts).index(self.expert))
-
-    @property
     def idle_weights(self) -> tuple[str, ...]:
         """Beginnings of the names of the parameters that the last step has not trained."""
         if not isinstance(self.objective, ExpertFlowMatching):
@@ -156,7 +148,8 @@ class FineTuning(LightningModule):
 
     def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
         """Log the means of this rank's batch, averaged over the data ranks."""
-        for name, mean in (("loss", loss), ("sigma", sigma)):
+        of_expert = [] if self.expert is None else [(f"loss_{self.expert}", loss)]
+        for name, mean in (("loss", loss), ("sigma", sigma), *of_expert):
             self.log(name, mean, prog_bar=name == "loss", batch_size=samples, sync_dist=True)
 
     @override

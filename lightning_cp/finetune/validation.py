@@ -137,7 +137,9 @@ class Validation:
             ranks: Fabric, or `TrainerRanks(trainer)`.
             data_shard: `DataShard.of(strategy)`.
         Ranks: all. Every rank runs the same number of forwards, and one all-reduce.
-        Raises: RuntimeError: the ranks have different validation sets.
+        Raises:
+            RuntimeError: the ranks have different validation sets.
+            ValueError: the objective is for several experts, and the transformer is one model.
         """
         sums = torch.zeros(len(self.quantiles) + 1, dtype=torch.float64)  # the last one counts samples
         with evaluating(transformer):
@@ -173,7 +175,11 @@ class Validation:
             yield list(range(len(self.quantiles)))
             return
         experts = experts_in(transformer)
-        assert experts is not None, "FineTuning has both, or none"
+        if experts is None:
+            raise ValueError(
+                f"the objective is for the experts {', '.join(self.objective.ranges)}, but "
+                f"{type(transformer).__name__} has none: pass the transformer of FineTuning"
+            )
         trained = experts.active
         expert_of = [self.objective.expert_of(p)[0] for p in self.quantiles]
         for name in dict.fromkeys(expert_of):

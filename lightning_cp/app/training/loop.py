@@ -249,7 +249,7 @@ class Steps:
             val_loss=val_loss,
             sigma=self._sigma,
             peak_memory_gib=peak_memory_bytes(self._run.ranks.device) / 2**30,
-            expert=self._run.tuning.expert_number,
+            expert=getattr(state.module, "active_number", math.nan),
         )
         for watcher in self._watchers if self._run.is_first else ():
             watcher.watch(report)

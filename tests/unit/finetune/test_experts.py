@@ -104,6 +104,9 @@ def test_validation_evaluates_each_quantile_with_its_expert() -> None:
             if objective().expert_of(p)[0] == name:
                 assert found[p] == pytest.approx(alone[p], rel=1e-6)
 
+    with pytest.raises(ValueError, match="the objective is for the experts high, low, but Scale has none"):
+        losses(Scale(1.0), objective())
+
 
 class Averages(Callback):
     """The averages after each step."""
