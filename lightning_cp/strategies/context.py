@@ -196,7 +196,8 @@ class ContextParallel:
         """Return the kernel that is chosen for this device and precision without a mask."""
         if self.settings.kernel != "auto":
             return self.settings.kernel
-        parameter = next(module.parameters())
+        parameters = list(module.parameters())  # frozen ones may wait in host memory, see `Experts`
+        parameter = next((x for x in parameters if x.device.type != "cpu"), parameters[0])
         device, dtype = parameter.device, parameter.dtype
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
