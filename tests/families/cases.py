@@ -160,6 +160,13 @@ CASES = {
     "pixart_sigma_multistep": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
     "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),
     "hunyuan_video15": Case("hunyuan_video", "hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
+    "hunyuan_video15_image_to_video": Case(
+        "hunyuan_video",
+        "hunyuan_video15_image_to_video",
+        (5, 12, 20),
+        change=_published_chat,
+        captions=QUOTING,
+    ),
     "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
     # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
     "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),

@@ -192,6 +192,12 @@ def _condition_first(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_states": arguments["hidden_states"].roll(5, dims=1)}
 
 
+def _condition_in_all_frames(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    hidden = arguments["hidden_states"].clone()
+    hidden[:, 4:] = hidden[:, 4:, :1]
+    return {"hidden_states": hidden}
+
+
 def _quotes_without_mask(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"encoder_attention_mask_2": torch.ones_like(arguments["encoder_attention_mask_2"])}
 
@@ -258,6 +264,7 @@ MISTAKES = {
     "instruction": Mistake("sana_euler", _facts(instruction=["Describe: "]), CAPTURE),
     "guidance_not_scaled": Mistake("hunyuan_video", _inputs(lambda _, x: {"guidance": x["guidance"] / 1000}), CAPTURE),
     "channels_of_the_condition": Mistake("hunyuan_video15", _inputs(_condition_first), CAPTURE | ORACLE),
+    "condition_in_all_frames": Mistake("hunyuan_video15_image_to_video", _inputs(_condition_in_all_frames), CAPTURE),
     "mask_of_the_quotes": Mistake("hunyuan_video15", _inputs(_quotes_without_mask), CAPTURE),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

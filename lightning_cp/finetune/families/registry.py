@@ -31,6 +31,11 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "sana": ("sana", "Sana", "SanaPipeline"),
     "hunyuan_video": ("hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
     "hunyuan_video15": ("hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
+    "hunyuan_video15_image_to_video": (
+        "hunyuan_video",
+        "HunyuanVideo15ImageToVideo",
+        "HunyuanVideo15ImageToVideoPipeline",
+    ),
     "pixart_sigma": ("pixart", "PixArtSigma", "PixArtSigmaPipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name

@@ -68,9 +68,9 @@ def call(
         settings: arguments of the call.
     """
     pixels = media["pixels"]
-    sizes: dict[str, Any] = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
-    if "num_frames" in inspect.signature(pipe.__call__).parameters:
-        sizes["num_frames"] = pixels.shape[2]
+    parameters = inspect.signature(pipe.__call__).parameters  # some choose height and width by a picture
+    named = zip(("num_frames", "height", "width"), pixels.shape[2:], strict=True)
+    sizes: dict[str, Any] = {name: size for name, size in named if name in parameters}
     record = Recording()
     with _recorded(pipe, family, record, answer):
         record.result = pipe(
