@@ -44,9 +44,8 @@ class FineTuning(LightningModule):
     `recipes/train.py` trains this module, with a Trainer or, by calling its methods, with Fabric.
 
     Logs "loss" (of an expert also "loss_<its name>"), "sigma" (the mean noise level) and, in Lightning's validation,
-    "val_loss". Noise, times and the order
-    of the data depend on the seed and the number of batches only, so a run that is resumed at another number of ranks
-    continues exactly. Checkpoints hold the weights that are trained.
+    "val_loss". Noise, times and the order of the data depend on the seed and the number of batches only, so a run that
+    is resumed at another number of ranks continues exactly. Checkpoints hold the weights that are trained.
 
     Args:
         transformer: diffusers transformer, with or without adapters (`add_lora`). A mapping: the experts of a pipeline,
@@ -101,8 +100,9 @@ class FineTuning(LightningModule):
     def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
         *others, last = self.micro_batches(batch, step=self.batches)
         self._has_gradients = bool(others)
-        if others:
+        if others or self.expert is not None:
             self._check_accumulation()
+        if others:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
         values = []
@@ -163,11 +163,17 @@ class FineTuning(LightningModule):
         return part.loss(self.transformer)
 
     def _check_accumulation(self) -> None:
-        """Raises: ValueError: Lightning accumulates gradients too."""
-        if self.trainer.accumulate_grad_batches != 1:
+        """Raises: ValueError: Lightning accumulates gradients too, or those of batches of several experts."""
+        number = self.trainer.accumulate_grad_batches
+        if number != 1 and self.expert is not None:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={number}) would join batches of different experts in one step: use "
+                "micro_batch_size, which divides the batch of one"
+            )
+        if number != 1:
             raise ValueError(
                 f"micro_batch_size={self._micro_batch_size} does not work with Trainer(accumulate_grad_batches="
-                f"{self.trainer.accumulate_grad_batches}): leave one of them out"
+                f"{number}): leave one of them out"
             )
 
     @override

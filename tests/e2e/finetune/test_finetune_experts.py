@@ -119,6 +119,20 @@ def test_options_give_the_same_run(both: Callable[..., Finished], alone: Finishe
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp_fsdp ring=2 checkpoint_format=distributed"])
+@pytest.mark.parametrize("second", ["strategy=single", "strategy=cp_fsdp ring=3"])
+def test_a_resume_before_an_expert_was_drawn(
+    both: Callable[..., Finished], alone: Finished, first: str, second: str
+) -> None:
+    assert alone.rows[0].expert != alone.rows[2].expert
+    started = both(f"started {first} {second}", *CHOSEN, "max_steps=1", *first.split())
+    last = started.folder / "checkpoints/step_00000001"
+    resumed = both(f"resumed {first} {second}", *CHOSEN, *second.split(), f"resume={last}")
+    assert_equal_runs(resumed, alone, steps=slice(1, None))
+    assert_equal_adapters(resumed, alone)
+
+
+@pytest.mark.full
 def test_an_adapter_of_both_is_continued(both: Callable[..., Finished], alone: Finished) -> None:
     options = ("lora.rank=null", "lora.alpha=null", f"lora.file={alone.folder / 'lora'}")
     continued = both("continued", *CHOSEN, *options, "max_steps=1", "optim.lr=1e-12", "ema_decay=0")

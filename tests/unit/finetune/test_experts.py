@@ -132,5 +132,8 @@ def test_with_the_trainer_only_the_trained_expert_is_averaged() -> None:
     trainer.fit(module, loader)
     assert [name for name, _ in averages.rows] == [objective().expert_at(step) for step in range(6)]
     assert {name for name, _ in averages.rows} == {*RANGES}
+    joined = Trainer(accelerator="cpu", devices=1, max_steps=2, accumulate_grad_batches=2, **QUIET)
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2\) would join batches of different experts"):
+        joined.fit(FineTuning(scales(), family(), objective=objective()), loader)
     for (_, before), (name, after) in zip(averages.rows, averages.rows[1:], strict=False):
         assert [key for key in RANGES if before[key] != after[key]] == [name]
