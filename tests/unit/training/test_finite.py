@@ -36,13 +36,20 @@ SINGLE_RANK: Any = SimpleNamespace(
 
 
 class Loop:
-    """The recipe's loop around a linear model, without Lightning."""
+    """The recipe's loop around a linear model or `module`, without Lightning."""
 
     def __init__(
-        self, folder: Path, *, on_nonfinite: str = "error", scaler: GradScaler | None = None, checkpoint_every: int = 2
+        self,
+        folder: Path,
+        *,
+        module: nn.Module | None = None,
+        on_nonfinite: str = "error",
+        scaler: GradScaler | None = None,
+        checkpoint_every: int = 2,
     ) -> None:
         torch.manual_seed(0)
-        self.module, self.request, self.scaler = nn.Linear(3, 1), StopRequest(), scaler
+        self.module: Any = module or nn.Linear(3, 1)
+        self.request, self.scaler = StopRequest(), scaler
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
