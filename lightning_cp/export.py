@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def save_pretrained(
 
 
 def save_lora(
-    transformer: nn.Module,
+    transformer: nn.Module | Mapping[str, nn.Module],
     folder: str | Path,
     *,
     adapter: str = "default",
@@ -68,37 +68,42 @@ def save_lora(
     """Save an adapter for `pipeline.load_lora_weights(folder)`. Call it on every rank; rank 0 writes.
 
     Args:
-        transformer: a diffusers model with an adapter (from `add_adapter`, for example); see `save_pretrained`.
+        transformer: a diffusers model with an adapter (from `add_adapter`, for example); see `save_pretrained`. Several
+            by their names in the pipeline, as the experts of Wan 2.2, are saved in one file.
         folder: output folder. An older adapter in it is replaced after all files are written; other files stay.
         adapter: name of the adapter.
-        component: name of the transformer in the pipeline.
+        component: name of the transformer in the pipeline; not for several.
         dtype: dtype of the saved weights; None: the model's dtypes.
     Raises:
         TypeError: `transformer` is not a diffusers model.
-        ValueError: the model has no adapter with this name.
+        ValueError: a model has no adapter with this name.
     Ranks: the whole world.
     """
     from diffusers.loaders.lora_base import LoraBaseMixin
     from peft import get_peft_model_state_dict
 
-    model: Any = diffusers_model_of(transformer)
-    adapters = getattr(model, "peft_config", None) or {}
-    if adapter not in adapters:
-        names = ", ".join(adapters) or "none"
-        raise ValueError(f"adapter={adapter!r} is not valid: {type(model).__name__} has the adapters: {names}")
-    layers = get_peft_model_state_dict(model, state_dict=get_model_state_dict(model), adapter_name=adapter)
-    state = gather_on_first_rank(layers)  # the adapter only: the base stays sharded
+    state, metadata = dict[str, Tensor](), dict[str, Any]()
+    for name, module in (transformer if isinstance(transformer, Mapping) else {component: transformer}).items():
+        model: Any = diffusers_model_of(module)
+        adapters = getattr(model, "peft_config", None) or {}
+        if adapter not in adapters:
+            names = ", ".join(adapters) or "none"
+            raise ValueError(f"adapter={adapter!r} is not valid: {type(model).__name__} has the adapters: {names}")
+        layers = get_peft_model_state_dict(model, state_dict=get_model_state_dict(model), adapter_name=adapter)
+        # the adapter only: the base stays sharded
+        state |= {f"{name}.{layer}": x for layer, x in gather_on_first_rank(layers).items()}
+        metadata |= {f"{name}.{key}": x for key, x in adapters[adapter].to_dict().items()}
 
     def write() -> None:
         with atomic_folder(Path(folder)) as scratch:
             LoraBaseMixin.write_lora_layers(
-                state_dict={f"{component}.{name}": x.to(dtype or x.dtype).contiguous() for name, x in state.items()},
+                state_dict={name: x.to(dtype or x.dtype).contiguous() for name, x in state.items()},
                 save_directory=str(scratch),
                 is_main_process=True,
                 weight_name=LORA_FILE,
                 save_function=None,
                 safe_serialization=True,
-                lora_adapter_metadata={f"{component}.{key}": x for key, x in adapters[adapter].to_dict().items()},
+                lora_adapter_metadata=metadata,
             )
 
     on_rank_zero(write)

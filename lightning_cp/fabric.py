@@ -81,6 +81,7 @@ class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
             pass
         with self.precision.forward_context():
             self._log_layout(installed)
+        self._leave_in_host(module)
         ddp = build_ddp_buckets(super().setup_module(module))
         self.watch_trained(ddp)
         return ddp

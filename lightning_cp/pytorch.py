@@ -98,6 +98,7 @@ class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        self._leave_in_host(model)
         ddp = build_ddp_buckets(super()._setup_model(model))
         self.watch_trained(ddp)
         return ddp

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OPTIONAL_COLUMNS = ("val_loss", "sigma", "peak_memory_gib")  # empty in the rows of steps without a value
+OPTIONAL_COLUMNS = ("val_loss", "sigma", "peak_memory_gib", "expert")  # empty in the rows of steps without a value
 
 
 def read_metric_rows(metrics: Path) -> Iterator[dict[str, float]]:

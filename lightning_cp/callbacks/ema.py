@@ -71,7 +71,8 @@ class AveragingCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the average after an optimizer step, not after a gradient accumulation step."""
         if trainer.global_step != self._last_step and self._average is not None:
-            self._average.update(pl_module, step=trainer.global_step)
+            without = tuple(getattr(pl_module, "idle_weights", ()))  # FineTuning, with several experts
+            self._average.update(pl_module, step=trainer.global_step, without=without)
         self._last_step = trainer.global_step
 
     @override

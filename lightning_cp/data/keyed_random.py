@@ -25,6 +25,7 @@ class RandomStream(IntEnum):
     POSTERIOR = 8
     CAPTION = 9
     BATCHES = 10
+    EXPERT = 11
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:

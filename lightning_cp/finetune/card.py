@@ -47,6 +47,7 @@ class ModelCard:
         sizes: number of samples by (frames, height, width).
         adapter: settings of the LoRA, such as {"rank": 16}; None if all weights were trained.
         component: name of the trained transformer in the pipeline.
+        other_components: names of further experts that were trained with it.
         loads_adapters: True if the pipeline has `load_lora_weights`; False: its transformer loads them.
         losses: validation loss by step.
     """
@@ -62,6 +63,7 @@ class ModelCard:
     sizes: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
     component: str = "transformer"
+    other_components: Sequence[str] = ()
     loads_adapters: bool = True
     losses: Mapping[int, float] = field(default_factory=dict)
 
@@ -127,11 +129,11 @@ class ModelCard:
                 "```",
                 "",
             ]
-        load = "pipe.load_lora_weights(folder)"
-        if self.component == SECOND_EXPERT or not self.loads_adapters:
-            # load_lora_weights would load nothing from the file of a second expert
-            name = self.component
-            load = f'pipe.{name}.load_lora_adapter(folder, prefix="{name}", weight_name="{LORA_FILE}")'
+        load = []
+        for name in (self.component, *self.other_components):
+            # load_lora_weights would load nothing of a second expert
+            own = f'pipe.{name}.load_lora_adapter(folder, prefix="{name}", weight_name="{LORA_FILE}")'
+            load.append(own if name == SECOND_EXPERT or not self.loads_adapters else "pipe.load_lora_weights(folder)")
         return [
             "To use it in diffusers:",
             "",
@@ -140,7 +142,7 @@ class ModelCard:
             "",
             f"pipe = DiffusionPipeline.from_pretrained({json.dumps(base)})",
             'folder = "."  # the folder of this card',
-            load,
+            *load,
             "```",
             "",
         ]

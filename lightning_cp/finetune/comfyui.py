@@ -60,20 +60,23 @@ _ORIGINAL = {
 }
 
 
-def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer") -> Path | None:
+def write_for_comfyui(
+    folder: Path, model: str, *, component: str = "transformer", file: str = COMFYUI_FILE
+) -> Path | None:
     """Write `comfyui.safetensors` next to the LoRA that `save_lora` has written. Call it on one rank.
 
     Args:
         folder: folder with the LoRA.
         model: class name of the transformer.
         component: its name in the pipeline.
+        file: name of the file to write.
     Returns: path of the file; None if the names of this model, or of an adapted layer, are not known. An older file is
         then removed.
     Raises: ValueError: the LoRA is missing or damaged. OSError: the file cannot be written.
     """
     from safetensors.torch import save_file
 
-    path, lora = folder / COMFYUI_FILE, read_lora(folder, component=component)
+    path, lora = folder / file, read_lora(folder, component=component)
     names = comfyui_names(list(lora.layers), model)
     if names is None:
         path.unlink(missing_ok=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from lightning_cp.data import bucket_loader
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
+from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
-from lightning_cp.finetune.objectives import MicroBatch, Objective, micro_batches, objective_for
+from lightning_cp.finetune.objectives import ExpertFlowMatching, MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
@@ -42,14 +44,16 @@ class FineTuning(LightningModule):
 
     `recipes/train.py` trains this module, with a Trainer or, by calling its methods, with Fabric.
 
-    Logs "loss", "sigma" (the mean noise level) and, in Lightning's validation, "val_loss". Noise, times and the order
-    of the data depend on the seed and the number of batches only, so a run that is resumed at another number of ranks
-    continues exactly. Checkpoints hold the weights that are trained.
+    Logs "loss" (of an expert also "loss_<its name>"), "sigma" (the mean noise level) and, in Lightning's validation,
+    "val_loss". Noise, times and the order of the data depend on the seed and the number of batches only, so a run that
+    is resumed at another number of ranks continues exactly. Checkpoints hold the weights that are trained.
 
     Args:
-        transformer: diffusers transformer, with or without adapters (`add_lora`), or a `SteeredTransformer`.
+        transformer: diffusers transformer, with or without adapters (`add_lora`), or a `SteeredTransformer`. A mapping:
+            the experts of a pipeline, by their names in it; each step trains the one that the objective draws, see
+            `ExpertFlowMatching`.
         family: model family, from `LatentCache.family` or `family_for`.
-        objective: None: the family's for this component, with seed 0; see `objective_for`.
+        objective: None: the family's for these components, with seed 0; see `objective_for`.
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
@@ -59,12 +63,13 @@ class FineTuning(LightningModule):
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
-        component: name of the trained model in its pipeline, for the objective and `export`.
+        component: name of the trained model in its pipeline, for the objective and `export`; not for experts.
+    Raises: ValueError: experts without an objective for them, or the other way round.
     """
 
     def __init__(
         self,
-        transformer: nn.Module,
+        transformer: nn.Module | Mapping[str, nn.Module],
         family: Family,
         *,
         objective: Objective | None = None,
@@ -79,8 +84,13 @@ class FineTuning(LightningModule):
     ) -> None:
         super().__init__()
         self.strict_loading = False  # frozen weights are not in checkpoints
-        self.transformer, self.family = transformer, family
-        self.objective = objective or objective_for(family, seed=0, component=component)
+        self.family = family
+        self.transformer: nn.Module = transformer if isinstance(transformer, nn.Module) else Experts(transformer)
+        names = list(named_transformers(self.transformer, component))
+        self.objective = objective or objective_for(family, seed=0, component=names if len(names) > 1 else component)
+        drawn = sorted(self.objective.ranges) if isinstance(self.objective, ExpertFlowMatching) else []
+        if drawn != (sorted(names) if len(names) > 1 else []):
+            raise ValueError(f"the objective is for the experts {drawn}, but the transformers are {names}")
         self.batches, self.component = 0, component
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
@@ -92,8 +102,9 @@ class FineTuning(LightningModule):
     def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
         *others, last = self.micro_batches(batch, step=self.batches)
         self._has_gradients = bool(others)
-        if others:
+        if others or self.expert is not None:
             self._check_accumulation()
+        if others:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
         values = []
@@ -107,19 +118,40 @@ class FineTuning(LightningModule):
         return values[-1][0]
 
     def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
-        """Divide this rank's batch for gradient accumulation.
+        """Divide this rank's batch for gradient accumulation. Of experts, select the one that the step trains.
 
         Args:
             step: number of batches trained before it.
             first_index: see `Objective.loss`.
         """
+        if isinstance(self.objective, ExpertFlowMatching):
+            self._experts.select(self.objective.expert_at(step))
         first = self.objective.first_index(self.transformer, batch) if first_index is None else first_index
         size = self._micro_batch_size
         return micro_batches(self.objective, self.family, batch, size=size, step=step, first_index=first)
 
+    @property
+    def expert(self) -> str | None:
+        """Name of the expert that the last step has trained; None without experts."""
+        return self._experts.active if isinstance(self.objective, ExpertFlowMatching) else None
+
+    @property
+    def idle_weights(self) -> tuple[str, ...]:
+        """Beginnings of the names of the parameters that the last step has not trained."""
+        if not isinstance(self.objective, ExpertFlowMatching):
+            return ()
+        return tuple(f"transformer.{name}" for name in self._experts.idle)
+
+    @property
+    def _experts(self) -> Experts:
+        experts = experts_in(self.transformer)
+        assert experts is not None, "checked in __init__"
+        return experts
+
     def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
         """Log the means of this rank's batch, averaged over the data ranks."""
-        for name, mean in (("loss", loss), ("sigma", sigma)):
+        of_expert = [] if self.expert is None else [(f"loss_{self.expert}", loss)]
+        for name, mean in (("loss", loss), ("sigma", sigma), *of_expert):
             self.log(name, mean, prog_bar=name == "loss", batch_size=samples, sync_dist=True)
 
     @override
@@ -133,11 +165,17 @@ class FineTuning(LightningModule):
         return part.loss(self.transformer)
 
     def _check_accumulation(self) -> None:
-        """Raises: ValueError: Lightning accumulates gradients too."""
-        if self.trainer.accumulate_grad_batches != 1:
+        """Raises: ValueError: Lightning accumulates gradients too, or those of batches of several experts."""
+        number = self.trainer.accumulate_grad_batches
+        if number != 1 and self.expert is not None:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={number}) would join batches of different experts in one step: use "
+                "micro_batch_size, which divides the batch of one"
+            )
+        if number != 1:
             raise ValueError(
                 f"micro_batch_size={self._micro_batch_size} does not work with Trainer(accumulate_grad_batches="
-                f"{self.trainer.accumulate_grad_batches}): leave one of them out"
+                f"{number}): leave one of them out"
             )
 
     @override
@@ -164,18 +202,24 @@ class FineTuning(LightningModule):
 
         To export EMA weights, call it inside `EMACallback.averaged` or `WeightAverage.swapped_in`.
 
-        Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
+        Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters, that of the first
+            expert if there are several.
         Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
-        trained = trained_model(self.transformer)
-        model: Any = diffusers_model_of(trained)
-        if not getattr(model, "peft_config", None):
-            save_pretrained(trained, Path(folder) / self.component)
-            return Path(folder) / self.component
+        transformers = named_transformers(trained_model(self.transformer), self.component)
+        models: dict[str, Any] = {name: diffusers_model_of(x) for name, x in transformers.items()}
+        if not any(getattr(model, "peft_config", None) for model in models.values()):
+            for name, transformer in transformers.items():
+                save_pretrained(transformer, Path(folder) / name)
+            return Path(folder) / next(iter(transformers))
         lora = Path(folder) / LORA
-        on_rank_zero(lambda: (lora / COMFYUI_FILE).unlink(missing_ok=True))  # it would not fit a new LoRA after a kill
-        save_lora(self.transformer, lora, component=self.component)
-        on_rank_zero(lambda: write_for_comfyui(lora, class_of(model).__name__, component=self.component))
+        files = {name: COMFYUI_FILE if len(models) == 1 else f"comfyui_{name}.safetensors" for name in models}
+        for file in files.values():
+            on_rank_zero(partial((lora / file).unlink, missing_ok=True))  # it would not fit a new LoRA after a kill
+        save_lora(transformers, lora)
+        for name, file in files.items():
+            kind = class_of(models[name]).__name__
+            on_rank_zero(partial(write_for_comfyui, lora, kind, component=name, file=file))
         return lora
 
     @override

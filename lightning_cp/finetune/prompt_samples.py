@@ -29,9 +29,9 @@ class PromptSampler:
     """Sample prompts with the pipeline around a transformer in training.
 
     The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
-    keeps the VAE, and the other expert of a pipeline with two. The ranks of a context group draw the same samples
-    together; the prompts are divided over the data groups. Sample i starts from noise of the seed `seed + i`, so it
-    depends neither on the number of ranks nor on the step.
+    keeps the VAE, and of a pipeline with two experts the one that is not trained. The ranks of a context group draw the
+    same samples together; the prompts are divided over the data groups. Sample i starts from noise of the seed
+    `seed + i`, so it depends neither on the number of ranks nor on the step.
 
     It can be the `sample` of a `SamplingCallback` with a `FineTuning` module:
 
@@ -43,7 +43,7 @@ class PromptSampler:
         prompts: texts to draw.
         images: for edit models, image to video and ControlNets: a picture file for each prompt, the source, the first
             frame or the control. None for FLUX.2: it draws without a source.
-        component: name of the transformer in training.
+        component: name of the model in training; not needed for `Experts`.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
         call: other arguments of the pipeline's call, such as `height` and `num_inference_steps`.
@@ -91,20 +91,22 @@ class PromptSampler:
     def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
         """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
 
-        Args: transformer: the model in training, or a `SteeredTransformer`, on its device, context-parallel or not,
-            also sharded.
+        Args: transformer: the model in training, a `SteeredTransformer` or the `Experts` of a pipeline, on its device,
+            context-parallel or not, also sharded.
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
         family, model = family_class(kind), cast(Any, transformer)
         components, self._picture_name = family.components, family.picture
+        models = models_by_component(transformer, self._component)
+        dtype: torch.dtype = model.dtype
         names, text = components.text, RecordedPrompts(components.after_encode_prompt)
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:
                 self._pictures = [_picture(file) for file in self._images or ()]
-                pipe = self._load(model, without=())
+                pipe = self._load(models, dtype, without=())
                 text.record(pipe, [self._arguments(i) for i in range(len(self))], ranks.device)
                 release(pipe, names)
             except Exception as error:
@@ -113,10 +115,10 @@ class PromptSampler:
         if failure:
             raise ValueError(f"sampling: the prompts cannot be encoded: {failure}")
         text, self._pictures = ranks.broadcast((text, self._pictures))
-        pipe = pipe or self._load(model, without=names)
+        pipe = pipe or self._load(models, dtype, without=names)
         text.replay_in(pipe, ranks.device)
-        self._move_components(pipe, model, ranks.device)
-        self._pipe, self._shard, self._model = pipe, data_shard, model
+        self._move_components(pipe, models, ranks.device)
+        self._pipe, self._shard, self._model = pipe, data_shard, transformer
 
     @torch.no_grad()
     def draw(self) -> Tensor:
@@ -146,23 +148,22 @@ class PromptSampler:
         picture = {self._picture_name: self._pictures[i]} if self._pictures else {}
         return {"prompt": self.prompts[i], **picture, **self._call}
 
-    def _load(self, model: Any, *, without: Sequence[str]) -> Any:
+    def _load(self, models: Mapping[str, Any], dtype: torch.dtype, *, without: Sequence[str]) -> Any:
         pipe = load_pipeline(
             self._source,
-            model.dtype,
+            dtype,
             setting=self._setting,
             without=without,
-            components=models_by_component(model, self._component),
+            components=models,
         )
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def _move_components(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
+    def _move_components(self, pipe: Any, models: Mapping[str, nn.Module], device: torch.device) -> None:
         """Move the other components to the device, and make them parallel like the transformer."""
-        trained = models_by_component(model, self._component)
-        installed = installed_on(trained[self._component])
+        installed = installed_on(next(iter(models.values())))
         for name, other in pipe.components.items():
-            if not isinstance(other, nn.Module) or name in trained:
+            if not isinstance(other, nn.Module) or name in models:
                 continue
             other.requires_grad_(False).eval().to(device)
             if installed is None or installed.session.groups.context is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.finetune.experts import named_transformers
 from lightning_cp.finetune.families import Family, SideModel
 from lightning_cp.nest import replace
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
@@ -104,10 +105,10 @@ def trained_model(module: nn.Module) -> nn.Module:
 
 
 def models_by_component(module: nn.Module, component: str) -> dict[str, nn.Module]:
-    """Return the models of a module by their names in the pipeline. Args: component: name of a single transformer."""
+    """Return the models of a module by their names in the pipeline. Args: component: name of a single trained model."""
     if isinstance(module, SteeredTransformer):
         return {component: module.side, "transformer": module.transformer}
-    return {component: module}
+    return named_transformers(module, component)
 
 
 def _cast(values: Mapping[str, Any], source: torch.dtype, target: torch.dtype) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from lightning_cp.data.bucket_order import bucket_members
+from lightning_cp.finetune.experts import experts_in
 from lightning_cp.finetune.families import Family, Sample, StoredBatch, collate
 from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import LatentCache
-from lightning_cp.finetune.objectives import Objective
+from lightning_cp.finetune.objectives import ExpertFlowMatching, Objective
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, Ranks
 
@@ -93,7 +94,8 @@ class Validation:
     All evaluations use the same noise: the noise of a sample depends only on (seed of the objective, quantile, its
     number in the validation set ordered by bucket), and differs from the noise of all training steps. Captions are
     not dropped, and latents are the mode of the VAE's distribution. The result therefore does not depend on the number
-    of ranks or the batch size, up to rounding.
+    of ranks or the batch size, up to rounding. With several experts, each quantile is evaluated with the expert that is
+    trained on it.
 
     Args:
         data: held-out samples, the same on every rank, for instance `HeldOutData`.
@@ -135,22 +137,26 @@ class Validation:
             ranks: Fabric, or `TrainerRanks(trainer)`.
             data_shard: `DataShard.of(strategy)`.
         Ranks: all. Every rank runs the same number of forwards, and one all-reduce.
-        Raises: RuntimeError: the ranks have different validation sets.
+        Raises:
+            RuntimeError: the ranks have different validation sets.
+            ValueError: the objective is for several experts, and the transformer is one model.
         """
         sums = torch.zeros(len(self.quantiles) + 1, dtype=torch.float64)  # the last one counts samples
         with evaluating(transformer):
-            for first, members, is_counted in self._batches(data_shard):
-                stored = self.data.collate([self.data[i] for i in members]).to(ranks.device)
-                clean = main_latents(self.family.clean(stored))
-                for k, p in enumerate(self.quantiles):
-                    times = self.objective.times_at(self.family, clean, p)
-                    losses = self.objective.sample_losses(
-                        transformer, self.family, stored, step=_step(p), first_index=first, times=times
-                    )
-                    if is_counted:  # not multiplied by 0: nan stays nan
-                        sums[k] += losses.double().sum().cpu()
-                if is_counted:
-                    sums[-1] += len(members)
+            for numbers in self._by_expert(transformer):
+                for first, members, is_counted in self._batches(data_shard):
+                    stored = self.data.collate([self.data[i] for i in members]).to(ranks.device)
+                    clean = main_latents(self.family.clean(stored))
+                    for k in numbers:
+                        p = self.quantiles[k]
+                        times = self.objective.times_at(self.family, clean, p)
+                        losses = self.objective.sample_losses(
+                            transformer, self.family, stored, step=_step(p), first_index=first, times=times
+                        )
+                        if is_counted:  # not multiplied by 0: nan stays nan
+                            sums[k] += losses.double().sum().cpu()
+                    if is_counted and 0 in numbers:
+                        sums[-1] += len(members)
         *totals, count = ranks.all_reduce(sums.to(ranks.device), reduce_op="sum").tolist()
         if not count or count % len(self.data):  # a multiple: with a plain strategy, every rank has all the data
             raise RuntimeError(
@@ -159,6 +165,27 @@ class Validation:
             )
         by_quantile = {p: total / count for p, total in zip(self.quantiles, totals, strict=True)}
         return ValidationResult(sum(by_quantile.values()) / len(by_quantile), by_quantile, len(self.data))
+
+    def _by_expert(self, transformer: nn.Module) -> Iterator[list[int]]:
+        """Yield the numbers of the quantiles that one expert evaluates, and select this expert; all without experts.
+
+        An expert evaluates all of its quantiles before the next one is selected, which may copy weights to the device.
+        """
+        if not isinstance(self.objective, ExpertFlowMatching):
+            yield list(range(len(self.quantiles)))
+            return
+        experts = experts_in(transformer)
+        if experts is None:
+            raise ValueError(
+                f"the objective is for the experts {', '.join(self.objective.ranges)}, but "
+                f"{type(transformer).__name__} has none: pass the transformer of FineTuning"
+            )
+        trained = experts.active
+        expert_of = [self.objective.expert_of(p)[0] for p in self.quantiles]
+        for name in dict.fromkeys(expert_of):
+            experts.select(name)
+            yield [k for k, one in enumerate(expert_of) if one == name]
+        experts.select(trained)
 
     def _batches(self, shard: DataShard) -> Iterator[tuple[int, list[int], bool]]:
         """Yield this rank's batches: number of the first sample, the samples, and whether their losses are added.

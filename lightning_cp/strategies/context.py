@@ -153,7 +153,13 @@ class ContextParallel:
         return chosen[0] if chosen else plan_for(module)
 
     def unused_parameters(self, module: nn.Module) -> bool:
-        """Return whether a selected transformer trains parameters that get no gradient, always or for some inputs."""
+        """Return whether trained parameters get no gradient, always or in some steps.
+
+        These are parameters that the plan of a selected transformer names, and those of a module with the attribute
+        `runs_one_child`, of which each forward runs one child.
+        """
+        if any(getattr(inner, "runs_one_child", False) for inner in module.modules()):
+            return True
         return any(
             parameter.requires_grad and any(fnmatch(name, pattern.replace(".-1.", ".*.")) for pattern in plan.unused)
             for inner, plan in self._selected(module)
@@ -190,7 +196,8 @@ class ContextParallel:
         """Return the kernel that is chosen for this device and precision without a mask."""
         if self.settings.kernel != "auto":
             return self.settings.kernel
-        parameter = next(module.parameters())
+        parameters = list(module.parameters())  # frozen ones may wait in host memory, see `Experts`
+        parameter = next((x for x in parameters if x.device.type != "cpu"), parameters[0])
         device, dtype = parameter.device, parameter.dtype
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)

@@ -59,6 +59,16 @@ class DDPMixin(ContextParallelMixin):
             self._lightning._ddp_kwargs.setdefault("init_sync", False)
         return super()._wrap(module)
 
+    def _leave_in_host(self, module: nn.Module) -> None:
+        """Leave frozen weights in host memory out of DDP, which takes weights of one kind of device only."""
+        if self._lightning.root_device.type == "cpu":
+            return
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        names = [name for name, x in module.named_parameters() if not x.requires_grad and x.device.type == "cpu"]
+        if names:
+            attribute: Any = [*ignored, *(name for name in names if name not in ignored)]
+            module._ddp_params_and_buffers_to_ignore = attribute
+
     def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
         """Return the ranks that share a sample; all ranks, if each forward broadcasts rank 0's buffers."""
         if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]

@@ -195,7 +195,8 @@ class FSDPMixin(ContextParallelMixin):
         unsharded = {parameter for child in frozen for parameter in child.parameters()}
         for child in frozen:
             move_values(child, self._lightning.root_device)
-        units = find_fsdp_units(module, installed, frozen, by_child=bool(steps))
+        by_child = bool(steps) or isinstance(module, nn.ModuleDict)  # children are called without its forward
+        units = find_fsdp_units(module, installed, frozen, by_child=by_child)
         checked = set(unsharded)
         for unit in units:  # inner ones first; all before the first is sharded: a refused module stays as it was
             _check_unit(unit, without=checked)

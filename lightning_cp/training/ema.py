@@ -42,19 +42,22 @@ class WeightAverage:
                 self._average[name] = _at_least_float32(p.detach()).clone()
 
     @torch.no_grad()
-    def update(self, module: nn.Module, *, step: int) -> None:
+    def update(self, module: nn.Module, *, step: int, without: tuple[str, ...] = ()) -> None:
         """Update the EMA with the weights after a step.
 
         The EMA of a parameter that trains and has none yet starts from its value after this step; call `add_trained`
         before the step to start from the value before.
 
-        Args: step: step number, counted from 1.
+        Args:
+            step: step number, counted from 1.
+            without: beginnings of names; the EMA of these parameters, which the step has not trained, stays as it is.
         Raises: ValueError: an averaged parameter is no longer in the module.
         """
         self.add_trained(module)
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages, parameters = list(self._average.values()), self._parameters(module)
-        lerp_all_(averages, [_at_least_float32(parameters[name].detach()) for name in self._average], 1 - decay)
+        parameters, names = self._parameters(module), [name for name in self._average if not name.startswith(without)]
+        averages = [self._average[name] for name in names]
+        lerp_all_(averages, [_at_least_float32(parameters[name].detach()) for name in names], 1 - decay)
 
     def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         parameters = dict(module.named_parameters())

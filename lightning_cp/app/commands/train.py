@@ -14,6 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import printable
@@ -81,7 +82,7 @@ def fine_tune(config: DictConfig) -> None:
             pictures.after_step(run)
 
     def finish(run: Run) -> None:
-        trained = config.model.component if config.lora is None else "lora"
+        trained = components_of(config)[0] if config.lora is None else "lora"
         if pictures is not None:
             pictures.make(run, "final")
             on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_cp.app.card_sections import add_section
 from lightning_cp.app.sampling.album import Album
+from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.files import writing_new
@@ -84,7 +85,7 @@ class PromptPictures:
             config.model.pretrained,
             list(config.sampling.prompts),
             images=None if config.sampling.images is None else list(config.sampling.images),
-            component=config.model.component,
+            component=components_of(config)[0],
             seed=config.seed,
             **{str(key): value for key, value in call.items()},
         )

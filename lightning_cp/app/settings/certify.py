@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import is_single
@@ -48,21 +49,22 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
 
     Activations are not counted. A pipeline on the Hub is checked only if its files are already downloaded.
     """
-    pipeline, component = Path(str(read(config, "model.pretrained"))), str(read(config, "model.component"))
-    folder, dtype_bytes = pipeline / component, _BYTES[str(read(config, "model.dtype"))]
-    sizes = dict(_sizes(folder))
-    weights, controls = sum(sizes.values()), [x for name, x in sizes.items() if name.startswith(VACE)]
-    trained = (sum(controls) or weights) if config.get("lora") is None else 0
+    pipeline, names = Path(str(read(config, "model.pretrained"))), components_of(config)
+    dtype_bytes, sizes = _BYTES[str(read(config, "model.dtype"))], [dict(_sizes(pipeline / name)) for name in names]
+    totals = [sum(x.values()) for x in sizes]
+    controls = [n for x in sizes for name, n in x.items() if name.startswith(VACE)]
+    trained = (sum(controls) or sum(totals)) if config.get("lora") is None else 0
+    weights = sum(totals) if trained or accelerator == "cpu" else max(totals)  # one frozen expert at a time on a GPU
     needed = weights * dtype_bytes + trained * _TRAINED_BYTES
-    if component == CONTROLNET:  # in float32, with the frozen transformer
+    if names == [CONTROLNET]:  # in float32, with the frozen transformer
         needed += weights * (_BYTES["float32"] - dtype_bytes)
         needed += sum(dict(_sizes(pipeline / "transformer")).values()) * dtype_bytes
     free = free_memory_bytes(accelerator) if needed else None
     if free is not None and needed > free:
-        where = "GPU memory" if accelerator != "cpu" else "memory"
+        where, folders = "GPU memory" if accelerator != "cpu" else "memory", pipeline / " and ".join(names)
         raise SettingsError(
             f"certify=true trains on one process too, which needs at least {needed / 2**30:.1f} GiB for the "
-            f"{weights:,} weights of {folder}, gradients and optimizer states, but {free / 2**30:.1f} GiB of {where} "
+            f"{weights:,} weights of {folders}, gradients and optimizer states, but {free / 2**30:.1f} GiB of {where} "
             "are free: set certify=false, or certify a smaller model of the same class"
         )
 

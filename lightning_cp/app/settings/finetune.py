@@ -6,23 +6,20 @@ Imports neither torch nor diffusers.
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
-from lightning_cp.app.settings.world import shards_weights
-from lightning_cp.files import modular_error, read_json, read_regular
+from lightning_cp.files import read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
-from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
 _UNUSED = re.compile(rb'"repeats": *0\b')  # in a row of a sample that is no longer in the data
 _SETTINGS = (
     Setting("model.pretrained", Text()),
-    Setting("model.component", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
     Setting("model.compile", OneOf((True, False))),
     Setting("model.quantize", OneOf((None, "int8"))),
@@ -32,7 +29,6 @@ _SETTINGS = (
     Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
     Setting("objective.shift", Either(_NULL, Number(above=0))),
-    Setting("objective.sigma_range", Either(_NULL, Each(Number(minimum=0, maximum=1), 2))),
     Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
     Setting("objective.sample_posterior", OneOf((None, True, False))),
     Setting("objective.weighting", OneOf((None, "min_snr", "cosmap", "sigma_sqrt"))),
@@ -72,11 +68,12 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     """Check settings, pipeline folder and data, after `check_groups`. Raises: SettingsError: the first error found."""
     for setting in _SETTINGS:
         setting.check(config)
+    check_components(config)
     _check_lora(config)
     _check_lists(config)
     _check_quantize(config)
     check_prompts(config)
-    _check_transformer(config)
+    check_transformers(config)
     samples = _check_data(config)
     _check_tokens(config)
     held_out, every = read(config, "data.validation"), read(config, "validation.every")
@@ -126,63 +123,17 @@ def _check_lists(config: DictConfig) -> None:
         raise SettingsError(
             f"validation.quantiles={show(quantiles)} is not valid: must be a list of different numbers between 0 and 1"
         )
-    for key in ("objective.sigma_range", "objective.time_range"):
-        chosen = read(config, key)
-        if chosen is not None and chosen[0] >= chosen[1]:
-            raise SettingsError(f"{key}={show(chosen)} is not valid: the first number must be less than the second")
-
-
-def _check_transformer(config: DictConfig) -> None:
-    """Check the component and its number of heads, if the pipeline is a local folder."""
-    source, component = Path(str(read(config, "model.pretrained"))), read(config, "model.component")
-    if not source.is_dir():
-        if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
-            raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
-        return
-    if error := modular_error(source, f"model.pretrained={source}"):
-        raise SettingsError(error)
-    index = _read(source / "model_index.json", "model.pretrained")
-    listed = [name for name, value in index.items() if isinstance(value, list)]
-    names = [name for name in listed if (source / name / "config.json").is_file()]
-    if component not in names:
+    chosen = read(config, "objective.time_range")
+    if chosen is not None and chosen[0] >= chosen[1]:
         raise SettingsError(
-            f"model.component={component} is not in {source}, which has {', '.join(sorted(names)) or 'no models'}"
-        )
-    transformers = [name for name in names if _is_transformer(index[name])]
-    if component not in transformers:
-        raise SettingsError(
-            f"model.component={component} is {index[component][-1]}, no transformer: use one of "
-            f"{', '.join(sorted(transformers))}"
-        )
-    settings = _read(source / component / "config.json", "model.pretrained")
-    if CONTROLNET in index and component == CONTROLNET:
-        base = _read(source / "transformer" / "config.json", "model.pretrained")
-        if error := controlnet_error(str(index[component][-1]), settings, base):
-            raise SettingsError(f"model.pretrained={source}: {error}")
-    heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
-    if isinstance(heads, int) and ulysses > heads:
-        raise SettingsError(
-            f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {source / component}"
-        )
-    if "quantization_config" in settings:
-        _check_quantised(config, f"{source / component} has quantised weights")
-
-
-def _check_quantised(config: DictConfig, weights: str) -> None:
-    """Check what cannot be done with quantised weights. Args: weights: why they are quantised."""
-    if config.get("lora") is None:
-        raise SettingsError(f"{weights}, which cannot be trained: train a LoRA on them, for example lora.rank=16")
-    if shards_weights(config):
-        raise SettingsError(
-            f"{weights}, which FSDP cannot shard: use strategy=cp, which keeps them whole on each rank, or weights in "
-            "bfloat16 (model.dtype=bfloat16)"
+            f"objective.time_range={show(chosen)} is not valid: the first number must be less than the second"
         )
 
 
 def _check_quantize(config: DictConfig) -> None:
     if read(config, "model.quantize") is None:
         return
-    _check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
+    check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
     try:
         spec = importlib.util.find_spec("optimum.quanto")
     except ModuleNotFoundError:  # optimum
@@ -192,11 +143,6 @@ def _check_quantize(config: DictConfig) -> None:
             "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
             "use model.quantize=null"
         )
-
-
-def _is_transformer(entry: list[Any]) -> bool:
-    """Return whether an entry of model_index.json, [library, class], may be trained."""
-    return entry[0] == "diffusers" and not str(entry[-1]).startswith("Autoencoder")
 
 
 def _check_data(config: DictConfig) -> int | None:
@@ -213,7 +159,7 @@ def _check_data(config: DictConfig) -> int | None:
         )
     if not (path / "complete.json").is_file():
         raise SettingsError(f"data.path={path} is not complete: run recipes/precompute.py again to continue it")
-    samples = _read(path / "complete.json", "data.path").get("samples")
+    samples = read_file(path / "complete.json", "data.path").get("samples")
     return samples if isinstance(samples, int) else None
 
 
@@ -243,10 +189,3 @@ def _check_encoding(config: DictConfig) -> None:
         raise SettingsError(
             f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
         )
-
-
-def _read(path: Path, key: str) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise SettingsError(f"{key}: {error}") from None

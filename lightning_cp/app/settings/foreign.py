@@ -99,7 +99,9 @@ def _refuse_finetuning(config: dict[str, Any], run: Path) -> None:
     way = f"use source={pretrained} lora={run}"
     if config.get("lora") is None:
         component = model.get("component")
-        way = f"put {run / str(component)} into a copy of {pretrained}, and use that folder as the source"
+        names = component if isinstance(component, list) else [component]
+        folders = " and ".join(str(run / str(name)) for name in names)
+        way = f"put {folders} into a copy of {pretrained}, and use that folder as the source"
     raise SettingsError(f"source={run} is a fine-tuning of {pretrained}, which is not a pipeline: {way}")
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
 
+from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.encoded_folder import encoded_folder
+from lightning_cp.app.training.objective import build_objective
 from lightning_cp.app.training.run import Run
 from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.data import BucketBatchSampler
@@ -26,6 +26,7 @@ from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.experts import Experts, named_transformers
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
@@ -33,7 +34,6 @@ from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_len
 from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.objectives import Objective, objective_for
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
@@ -70,7 +70,7 @@ class FineTune(TrainingSetup):
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
-        objective = _objective(config, family)
+        objective = build_objective(config, family)
         # context-parallel blocks are compiled for each length of the text: let there be few
         lengths = text_lengths(family.text.length) if config.model.compile and not is_single(config) else ()
         data = LatentData(cache, seed=config.seed, lengths=lengths)
@@ -79,32 +79,44 @@ class FineTune(TrainingSetup):
 
     @override
     def denoiser(self) -> nn.Module:
-        config, side = self.config.model, self.family.components.side
-        load, dtype = meta_transformer if self.shards_weights else load_transformer, _DTYPES[config.dtype]
-        trained = load(config.pretrained, config.component, dtype=dtype if side is None else torch.float32)
+        names, side = components_of(self.config), self.family.components.side
+        trained = {name: self._trained(name) for name in names}
+        if len(names) > 1:
+            return Experts(trained)
+        if side is None:
+            return trained[names[0]]
+        base = self._loaded("transformer", _DTYPES[self.config.model.dtype]).requires_grad_(False)
+        return SteeredTransformer(self._prepared(base), trained[side.component], side)
+
+    def _trained(self, component: str) -> nn.Module:
+        """Load a model of which weights are trained: all, those that the family names, or those of adapters."""
+        config = self.config.model
+        model = self._loaded(component, _DTYPES[config.dtype] if self.family.components.side is None else torch.float32)
         if config.quantize is not None:
-            quantize_base(trained, config.quantize)
+            quantize_base(model, config.quantize)
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
-            add_lora(trained, settings, family=self.family, component=config.component, seed=self.config.seed)
+            add_lora(model, settings, family=self.family, component=component, seed=self.config.seed)
         else:
-            trained.requires_grad_(True)
-        model, parts = trained, [trained]
-        if side is not None:
-            parts.append(load(config.pretrained, "transformer", dtype=dtype))
-            model = SteeredTransformer(parts[-1], trained, side)
-        freeze_base(model, self.family)
+            model.requires_grad_(True)
+            freeze_base(model, self.family)
+        return self._prepared(model)
+
+    def _loaded(self, component: str, dtype: torch.dtype) -> Any:
+        load = meta_transformer if self.shards_weights else load_transformer
+        return load(self.config.model.pretrained, component, dtype=dtype)
+
+    def _prepared(self, model: nn.Module) -> nn.Module:
         model.train()
-        for part in parts:
-            self.checkpointed(part)
-            if config.compile:
-                compile_blocks(part)
+        self.checkpointed(model)
+        if self.config.model.compile:
+            compile_blocks(model)
         return model
 
     @override
     def module_settings(self) -> dict[str, Any]:
-        quantiles, component = self.config.validation.quantiles, self.config.model.component
-        settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
+        quantiles, names = self.config.validation.quantiles, components_of(self.config)
+        settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": names[0]}
         return {**super().module_settings(), **settings}
 
     @override
@@ -131,8 +143,10 @@ class FineTune(TrainingSetup):
         side = self.family.components.side
         if self.config.lora is None and side is None and not self.family.trained:
             return None
-        source, component = self.config.model.pretrained, "transformer" if side else self.config.model.component
-        return f"{component} {describe_files(source, [component]).get(component, source)}"
+        source = self.config.model.pretrained
+        names = components_of(self.config) if side is None else ["transformer"]
+        files = describe_files(source, names)
+        return ", ".join(f"{name} {files.get(name, source)}" for name in names)
 
     @override
     def validate(self, run: Run) -> float | None:
@@ -169,45 +183,11 @@ class FineTune(TrainingSetup):
             captions=len({caption for row in rows for caption in row.captions}),
             sizes=sizes,
             adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
-            component=config.model.component,
+            component=components_of(config)[0],
+            other_components=components_of(config)[1:],
             loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights"),
             losses=self.validation_losses,
         )
-
-
-def _objective(config: DictConfig, family: Family) -> Objective:
-    """Build the objective. Raises: ValueError: a setting is of another kind of objective than the family's."""
-    component = config.model.component
-    default = objective_for(family, seed=config.seed, component=component, cond_dropout=config.cond_dropout)
-    valid = [name for name in map(str, config.objective) if hasattr(default, name)]
-    chosen = {str(name): value for name, value in config.objective.items() if value is not None}
-    for name, value in chosen.items():
-        if name not in valid:
-            raise ValueError(
-                f"objective.{name}={value} is not valid for {family.name}, which is trained with "
-                f"{type(default).__name__}: its settings are objective.{', objective.'.join(valid)}"
-            )
-        if OmegaConf.is_list(value):
-            chosen[name] = tuple(value)
-    if "density" in chosen:
-        chosen["density"] = instantiate(chosen["density"])
-    objective = replace(default, **chosen)
-    _report_range(objective, family, component)
-    return objective
-
-
-def _report_range(objective: Objective, family: Family, component: str) -> None:
-    """Print the noise levels that are trained on rank 0, if they are not all."""
-    trained, used = getattr(objective, "sigma_range", (0.0, 1.0)), family.sigma_range(component)
-    if trained == used == (0.0, 1.0):
-        return
-    text = f"{component} is trained on {trained[0]:g} < sigma <= {trained[1]:g}"
-    if not used[0] <= trained[0] < trained[1] <= used[1]:
-        text = (
-            f"warning: {text} (objective.sigma_range), but the pipeline uses it for {used[0]:g} < sigma <= {used[1]:g} "
-            "only: leave objective.sigma_range out to train on these"
-        )
-    rank_zero_only(print)(text, flush=True)
 
 
 def _check_family(config: DictConfig, family: Family) -> None:
@@ -224,8 +204,9 @@ def _check_family(config: DictConfig, family: Family) -> None:
 
 def _check_trained(config: DictConfig, family: Family) -> None:
     """Raise FamilyError if a model or an adapter is to be trained that the family does not train."""
-    side, component = family.components.side, config.model.component
-    if side is not None and component != side.component:
+    side, names = family.components.side, components_of(config)
+    component = " and ".join(names)
+    if side is not None and names != [side.component]:
         raise FamilyError(
             f"model.component={component} must be {side.component} for {family.name}, which trains it with the "
             f"transformer frozen: use experiment=finetune_{family.name}"
@@ -256,15 +237,16 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
     """Raise FamilyError if the transformer does not take what the encoders have made."""
     import diffusers
 
-    source, component = config.model.pretrained, config.model.component
-    folder = local_pipeline(source, component, setting="model.pretrained")
-    settings = read_json(folder / component / "config.json")
-    if not hasattr(diffusers, str(settings.get("_class_name"))):
-        raise FamilyError(
-            f"model.pretrained={source}: {component}/config.json has _class_name={settings.get('_class_name')!r}, "
-            "which is no class of diffusers"
-        )
-    check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+    source = config.model.pretrained
+    for component in components_of(config):
+        folder = local_pipeline(source, component, setting="model.pretrained")
+        settings = read_json(folder / component / "config.json")
+        if not hasattr(diffusers, str(settings.get("_class_name"))):
+            raise FamilyError(
+                f"model.pretrained={source}: {component}/config.json has _class_name={settings.get('_class_name')!r}, "
+                "which is no class of diffusers"
+            )
+        check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
     if family.components.side is not None:
         base = read_json(local_pipeline(source, "transformer", setting="model.pretrained") / "transformer/config.json")
         check_fits(source, "transformer", str(base.get("_class_name")), base, cache.sample(0))
@@ -285,7 +267,8 @@ def _check_validation(config: DictConfig, cache: LatentCache) -> None:
 
 def _rank_and_alpha(run: Run) -> dict[str, float]:
     """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
-    model: Any = diffusers_model_of(run.tuning.transformer)
+    transformer = next(iter(named_transformers(run.tuning.transformer, run.tuning.component).values()))
+    model: Any = diffusers_model_of(transformer)
     (adapter,) = model.peft_config.values()
     return {"rank": adapter.r, "alpha": adapter.lora_alpha}
 

@@ -32,6 +32,7 @@ class StepReport:
         val_loss: validation loss after this step; NaN if it was not validated.
         sigma: mean sigma of the global batch; 1 is pure noise.
         peak_memory_gib: peak memory of the first rank so far: GPU memory, or on the CPU that of its process.
+        expert: number of the trained expert in `model.component`, from 1; NaN without experts.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepReport:
     val_loss: float = math.nan
     sigma: float = math.nan
     peak_memory_gib: float = math.nan
+    expert: float = math.nan
 
 
 class Watcher(Protocol):
@@ -166,7 +168,7 @@ class Steps:
         run, state, number = self._run, self._run.state, self._request
         state.step += 1
         if self._updates:
-            state.average.update(state.module, step=state.step)
+            state.average.update(state.module, step=state.step, without=getattr(state.module, "idle", ()))
         else:
             state.skipped += 1
         self._report()
@@ -244,6 +246,7 @@ class Steps:
             val_loss=val_loss,
             sigma=self._sigma,
             peak_memory_gib=peak_memory_bytes(self._run.ranks.device) / 2**30,
+            expert=getattr(state.module, "active_number", math.nan),
         )
         for watcher in self._watchers if self._run.is_first else ():
             watcher.watch(report)

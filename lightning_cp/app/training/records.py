@@ -71,7 +71,9 @@ class LoggedMetrics(Watcher):
 
     @override
     def watch(self, report: StepReport) -> None:
-        values = {name: x for name, x in asdict(report).items() if name not in ("step", "val_loss")}
+        values = {name: x for name, x in asdict(report).items() if name not in ("step", "val_loss", "expert")}
+        if not math.isnan(report.expert):
+            values[f"loss_expert_{report.expert:.0f}"] = report.loss
         due = values if report.step % self._every == 0 else {}
         if not math.isnan(report.val_loss):
             due = {**due, "val_loss": report.val_loss}
@@ -108,18 +110,21 @@ def read_metrics(path: Path) -> list[StepReport]:
 
 
 def draw_loss_curve(metrics: Path, picture: Path) -> None:
-    """Plot the loss and its running mean as a PNG."""
+    """Plot the loss and its running mean as a PNG, with a running mean for each expert."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
     rows = read_metrics(metrics)
-    steps, losses = [row.step for row in rows], [row.loss for row in rows]
-    means = [sum(losses[max(0, i - _WINDOW + 1) : i + 1]) / min(i + 1, _WINDOW) for i in range(len(losses))]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="a step")
-    axes.plot(steps, means, color="tab:blue", linewidth=1.8, label=f"mean of {_WINDOW}")
+    axes.plot([row.step for row in rows], [row.loss for row in rows], color="0.75", linewidth=0.8, label="a step")
+    for number in sorted({row.expert for row in rows if not math.isnan(row.expert)}) or (math.nan,):
+        trained = [row for row in rows if math.isnan(number) or row.expert == number]
+        steps, losses = [row.step for row in trained], [row.loss for row in trained]
+        means = [sum(losses[max(0, i - _WINDOW + 1) : i + 1]) / min(i + 1, _WINDOW) for i in range(len(losses))]
+        label = f"mean of {_WINDOW}" + ("" if math.isnan(number) else f", expert {number:.0f}")
+        axes.plot(steps, means, linewidth=1.8, label=label)
     axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)")
     show_from_zero(axes)
     axes.grid(alpha=0.3)

@@ -3,6 +3,7 @@
 from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.density import Density, LogitNormal, Uniform
 from lightning_cp.finetune.objectives.diffusion import Diffusion
+from lightning_cp.finetune.objectives.experts import ExpertFlowMatching
 from lightning_cp.finetune.objectives.flow import FlowMatching
 from lightning_cp.finetune.objectives.micro_batch import MicroBatch, micro_batches
 from lightning_cp.finetune.objectives.objective import Noised, Objective
@@ -10,6 +11,7 @@ from lightning_cp.finetune.objectives.objective import Noised, Objective
 __all__ = [
     "Density",
     "Diffusion",
+    "ExpertFlowMatching",
     "FlowMatching",
     "LogitNormal",
     "MicroBatch",

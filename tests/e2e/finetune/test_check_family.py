@@ -19,9 +19,10 @@ def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     return warm.run([sys.executable, str(_RECIPE), *settings], cwd=folder, timeout=240)
 
 
-def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["wan", pytest.param("wan_two_experts", marks=pytest.mark.full)])
+def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
+    table("wan")[name].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "height=32", "width=48")
     assert completed.returncode == 0, completed.stderr
     assert "WanPipeline: family wan" in completed.stdout

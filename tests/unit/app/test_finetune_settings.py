@@ -25,9 +25,16 @@ class NoGpu(Machine):
     gpus = 0
 
 
+BOTH = "model.pretrained=HERE/experts model.component=[transformer,transformer_2]"
+EXPERTS = {
+    "transformer": ["diffusers", "WanTransformer3DModel"],
+    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+}
+
+
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """Folder with a pipeline of two transformers, a cache of six samples, and damaged ones."""
+    """Folder with pipelines of one transformer and of two experts, a cache of six samples, and damaged ones."""
     for name, files in {
         "pipe": {
             "model_index.json": {
@@ -50,6 +57,16 @@ def here(tmp_path: Path) -> Path:
         "int8": {
             "model_index.json": {"transformer": ["diffusers", "WanTransformer3DModel"]},
             "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
+        },
+        "experts": {
+            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": 0.875, **EXPERTS},
+            "transformer/config.json": {"num_attention_heads": 4},
+            "transformer_2/config.json": {"num_attention_heads": 2},
+        },
+        "no_boundary": {
+            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": None, **EXPERTS},
+            "transformer/config.json": {},
+            "transformer_2/config.json": {},
         },
         "empty": {"model_index.json": {}},
         "modular": {"modular_model_index.json": {"_class_name": "MiniMaxH3ModularPipeline"}},
@@ -86,8 +103,8 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
-    controls = "controlnet" in experiment
-    config = check(here, *(["model.pretrained=HERE/control"] if controls else []), experiment=experiment).config
+    folder = "control" if "controlnet" in experiment else "experts" if experiment == "finetune_wan22" else None
+    config = check(here, *([f"model.pretrained=HERE/{folder}"] if folder else []), experiment=experiment).config
     if experiment in ("finetune_pixart_sigma", *SIDES):  # no adapters
         assert config.lora is None
     else:
@@ -114,6 +131,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "sana",
         "sd3",
         "wan",
+        "wan22",
         "wan_vace",
         "z_image",
     )
@@ -128,6 +146,10 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "lora.targets=[to_q,to_v]",
         "lora.targets='.*to_[qk]'",
         "objective.sigma_range=[0.875,1.0]",
+        "model.pretrained=HERE/experts model.component=[transformer_2,transformer]",
+        "model.pretrained=HERE/no_boundary model.component=[transformer,transformer_2] "
+        "objective.sigma_range=[[0.9,1.0],[0.0,0.8]]",
+        "model.pretrained=organisation/pipeline model.component=[transformer,transformer_2]",
         "objective.time_range=[0,500]",
         "data.validation=2 validation.every=10",
         "data=folder data.path=HERE/media data.sizes=[[16,24]] data.frames=[1,5]",
@@ -158,6 +180,39 @@ REFUSED = [
     ("model.pretrained=???", "model.pretrained must be given, for example model.pretrained=my-pipeline"),
     ("data.path=???", "data.path must be given, for example data.path=latents"),
     ("model.component=null", "model.component=null is not valid"),
+    (
+        "model.component=[transformer]",
+        "model.component=['transformer'] is not valid: must be the name of a trans",
+    ),
+    ("model.component=[transformer,transformer]", "model.component=['transformer', 'transformer'] is not valid"),
+    (
+        f"{BOTH} model.pretrained=HERE/pipe",
+        "model.component=transformer_2 is not in HERE/pipe, which has transformer, vae",
+    ),
+    (
+        f"{BOTH} model.pretrained=HERE/no_boundary",
+        "model.component=['transformer', 'transformer_2'] are experts for different noise levels, but "
+        "HERE/no_boundary/model_index.json has boundary_ratio=null, expected a number above 0 and below 1: set "
+        "objective.sigma_range to a range for each of them",
+    ),
+    (f"{BOTH} ulysses=3 strategy=cp", "ulysses=3 is not valid: must be at most 2, the attention heads of HERE/experts"),
+    (
+        f"{BOTH} objective.sigma_range=[0.5,1.0]",
+        "objective.sigma_range=[0.5, 1.0] is not valid: must be null, or two numbers from 0 to 1, for each expert, suc",
+    ),
+    (
+        f"{BOTH} objective.sigma_range=[[0.5,1.0]]",
+        "objective.sigma_range=[[0.5, 1.0]] is not valid: must have a range for each of transformer, transformer_2, in",
+    ),
+    (
+        f"{BOTH} objective.sigma_range=[[0.5,1.0],[0.0,0.6]]",
+        "objective.sigma_range=[[0.5, 1.0], [0.0, 0.6]] is not valid: the ranges of transformer_2 and transformer ov",
+    ),
+    (
+        f"{BOTH} objective.sigma_range=[[1.0,0.5],[0.0,0.5]]",
+        "is not valid: the first number must be less than the seco",
+    ),
+    ("objective.sigma_range=[[0.5,1.0],[0.0,0.5]]", "is not valid: must be null, or two numbers from 0 to 1"),
     ("model.dtype=float16", "model.dtype=float16 is not valid: must be one of float32, bfloat16"),
     ("model.compile=1", "model.compile=1 is not valid: must be one of True, False"),
     ("model.quantize=int2", "model.quantize=int2 is not valid: must be one of null, int8"),

@@ -1,11 +1,14 @@
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 
 from lightning_cp.app.metrics import show_from_zero
 from lightning_cp.app.training.loop import StepReport
-from lightning_cp.app.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
+from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 
 
 def report(step: int, loss: float = 0.5) -> StepReport:
@@ -61,6 +64,38 @@ def test_another_row_that_is_damaged_is_an_error_with_its_place(tmp_path: Path) 
         with pytest.raises(ValueError, match=r"metrics\.csv is damaged in line 3"):
             MetricsFile(path, resumed_at=3)
         assert path.read_text() == damaged
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append(metrics)
+
+    def finalize(self, status: str) -> None:
+        assert status == "success"
+
+
+def test_the_loss_of_each_expert_is_logged_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, labels = Logger(), list[str]()
+    with MetricsFile(tmp_path / "metrics.csv") as metrics, LoggedMetrics(logger) as logged:
+        for step, expert in enumerate((1.0, 2.0, 2.0, 1.0, math.nan), 1):
+            for watcher in (metrics, logged):
+                watcher.watch(replace(report(step, step / 8), expert=expert))
+    by_expert = [{key: x for key, x in row.items() if "expert" in key} for row in logger.rows]
+    first, second = "loss_expert_1", "loss_expert_2"
+    assert by_expert == [{first: 0.125}, {second: 0.25}, {second: 0.375}, {first: 0.5}, {}]
+    assert [row.expert for row in read_metrics(tmp_path / "metrics.csv")[:4]] == [1.0, 2.0, 2.0, 1.0]
+
+    def plot(axes: Axes, steps: list[int], losses: list[float], *, label: str, **_: Any) -> list[Any]:
+        labels.append(f"{label}: {steps}")
+        return drawn(axes, steps, losses, label=label)
+
+    drawn = Axes.plot
+    monkeypatch.setattr(Axes, "plot", plot)
+    draw_loss_curve(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    assert labels == ["a step: [1, 2, 3, 4, 5]", "mean of 25, expert 1: [1, 4]", "mean of 25, expert 2: [2, 3]"]
 
 
 def test_a_file_without_skipped_steps_is_continued(tmp_path: Path) -> None:

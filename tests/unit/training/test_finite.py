@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +38,13 @@ SINGLE_RANK: Any = SimpleNamespace(
 
 
 class Loop:
-    """The recipe's loop around a linear model, without Lightning."""
+    """The recipe's loop around a linear model or `module`, without Lightning."""
 
     def __init__(
         self,
         folder: Path,
         *,
+        module: nn.Module | None = None,
         on_nonfinite: str = "error",
         scaler: GradScaler | None = None,
         checkpoint_every: int = 2,
@@ -50,8 +52,9 @@ class Loop:
         rates: tuple[float, float] = (0.1, 0.1),
     ) -> None:
         torch.manual_seed(0)
-        self.module, self.request, self.scaler = nn.Linear(3, 1), StopRequest(), scaler
-        groups = [{"params": [x], "lr": lr} for x, lr in zip(self.module.parameters(), rates, strict=True)]
+        self.module: Any = module or nn.Linear(3, 1)
+        self.request, self.scaler = StopRequest(), scaler
+        groups = [{"params": [x], "lr": lr} for x, lr in zip(self.module.parameters(), cycle(rates), strict=False)]
         self.optimizer = torch.optim.AdamW(groups)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)

@@ -1,0 +1,130 @@
+"""Check the transformers that a run of fine-tuning trains, against the pipeline's folder.
+
+Imports neither torch nor diffusers.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.app.settings.table import SettingsError, read, show
+from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.files import modular_error, read_json
+from lightning_cp.rules import Each, Number, Text
+from lightning_cp.side_models import CONTROLNET, controlnet_error
+
+
+def components_of(config: DictConfig) -> list[str]:
+    """Return the names of the transformers to train: several are experts."""
+    component = read(config, "model.component")
+    return component if isinstance(component, list) else [component]
+
+
+def check_components(config: DictConfig) -> None:
+    """Check the transformers to train, and the sigma range of each of them."""
+    component, names = read(config, "model.component"), components_of(config)
+    if not all(map(Text().passes, names)) or (names != [component] and not 1 < len(set(names)) == len(names)):
+        raise SettingsError(
+            f"model.component={show(component)} is not valid: must be the name of a transformer, or a list of the "
+            "different names of two experts, such as [transformer,transformer_2]"
+        )
+    given, pair = read(config, "objective.sigma_range"), Each(Number(minimum=0, maximum=1), 2)
+    if given is None:
+        return
+    ranges = [given] if names == [component] else given
+    if not isinstance(ranges, list) or not all(map(pair.passes, ranges)):
+        several = "" if names == [component] else ", for each expert, such as [[0.875,1.0],[0.0,0.875]]"
+        raise SettingsError(
+            f"objective.sigma_range={show(given)} is not valid: must be null, or two numbers from 0 to 1{several}"
+        )
+    if len(ranges) != len(names):
+        raise SettingsError(
+            f"objective.sigma_range={show(given)} is not valid: must have a range for each of {', '.join(names)}, in "
+            "this order, or be null for the ranges of the pipeline"
+        )
+    if any(low >= high for low, high in ranges):
+        raise SettingsError(
+            f"objective.sigma_range={show(given)} is not valid: the first number must be less than the second"
+        )
+    ascending = sorted(zip(ranges, names, strict=True))
+    for ((_, end), lower), ((start, _), upper) in pairwise(ascending):
+        if start < end:
+            raise SettingsError(
+                f"objective.sigma_range={show(given)} is not valid: the ranges of {lower} and {upper} overlap"
+            )
+
+
+def check_transformers(config: DictConfig) -> None:
+    """Check the components and their number of heads, if the pipeline is a local folder."""
+    source = Path(str(read(config, "model.pretrained")))
+    if not source.is_dir():
+        if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
+            raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
+        return
+    if error := modular_error(source, f"model.pretrained={source}"):
+        raise SettingsError(error)
+    index = read_file(source / "model_index.json", "model.pretrained")
+    listed = [name for name, value in index.items() if isinstance(value, list)]
+    names = [name for name in listed if (source / name / "config.json").is_file()]
+    for component in components_of(config):
+        if component not in names:
+            raise SettingsError(
+                f"model.component={component} is not in {source}, which has {', '.join(sorted(names)) or 'no models'}"
+            )
+        _check_component(config, source, component, {name: index[name] for name in names})
+    boundary, needs = index.get("boundary_ratio"), read(config, "objective.sigma_range") is None
+    if len(components_of(config)) > 1 and needs and not Number(above=0, below=1).passes(boundary):
+        raise SettingsError(
+            f"model.component={show(read(config, 'model.component'))} are experts for different noise levels, but "
+            f"{source / 'model_index.json'} has boundary_ratio={show(boundary)}, expected a number above 0 and below "
+            "1: set objective.sigma_range to a range for each of them"
+        )
+
+
+def _check_component(config: DictConfig, source: Path, component: str, models: Mapping[str, list[Any]]) -> None:
+    """Check that a component may be trained. Args: models: entries of model_index.json."""
+    transformers = [name for name, entry in models.items() if _is_transformer(entry)]
+    if component not in transformers:
+        raise SettingsError(
+            f"model.component={component} is {models[component][-1]}, no transformer: use one of "
+            f"{', '.join(sorted(transformers))}"
+        )
+    settings = read_file(source / component / "config.json", "model.pretrained")
+    if component == CONTROLNET:
+        base = read_file(source / "transformer" / "config.json", "model.pretrained")
+        if error := controlnet_error(str(models[component][-1]), settings, base):
+            raise SettingsError(f"model.pretrained={source}: {error}")
+    heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
+    if isinstance(heads, int) and ulysses > heads:
+        raise SettingsError(
+            f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {source / component}"
+        )
+    if "quantization_config" in settings:
+        check_quantised(config, f"{source / component} has quantised weights")
+
+
+def check_quantised(config: DictConfig, weights: str) -> None:
+    """Check what cannot be done with quantised weights. Args: weights: why they are quantised."""
+    if config.get("lora") is None:
+        raise SettingsError(f"{weights}, which cannot be trained: train a LoRA on them, for example lora.rank=16")
+    if shards_weights(config):
+        raise SettingsError(
+            f"{weights}, which FSDP cannot shard: use strategy=cp, which keeps them whole on each rank, or weights in "
+            "bfloat16 (model.dtype=bfloat16)"
+        )
+
+
+def _is_transformer(entry: list[Any]) -> bool:
+    """Return whether an entry of model_index.json, [library, class], may be trained."""
+    return entry[0] == "diffusers" and not str(entry[-1]).startswith("Autoencoder")
+
+
+def read_file(path: Path, key: str) -> dict[str, Any]:
+    """Read a JSON file that a setting names. Raises: SettingsError: it is damaged."""
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise SettingsError(f"{key}: {error}") from None
