@@ -388,7 +388,7 @@ def _left(rank: int, world: int, name: str) -> tuple[set[str], list[str]]:
     trainer = trainer_of(rank, world, strategy, max_steps=1)
     environment, threads = copy.deepcopy(dict(os.environ)), set(threading.enumerate())
     trainer.fit(_Trained(), DataLoader(_inputs(), batch_size=1))  # type: ignore[arg-type]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     changed = {key for key, value in os.environ.items() if environment.get(key) != value}

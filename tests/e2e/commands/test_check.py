@@ -76,7 +76,7 @@ def test_an_output_folder_that_cannot_be_created_is_refused_in_one_line(folder: 
     (folder / "file").touch()
     for recipe in ("check", "train", "sample", "bench"):
         command = [sys.executable, str(_ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=file/run"]
-        done = warm.run(command, cwd=folder, timeout=60)
+        done = warm.run(command, cwd=folder, timeout=150)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("error: hydra.run.dir=file/run cannot be written to: Not a directory")
         assert done.stderr.count("\n") == 1, done.stderr

@@ -28,7 +28,7 @@ def sweep(folder: Path, *overrides: str, module: bool = False) -> subprocess.Com
         check=False,
     )
     left = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or [])]
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not [one for one in left if one.is_running()]
     return ran
 

@@ -159,7 +159,7 @@ def run_recipe(*arguments: str, recipe: Path = ROOT / "recipes" / "train.py", cw
         [sys.executable, "-c", code, json.dumps(sys.path), str(recipe), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         cwd=cwd,
     )
 
@@ -221,9 +221,9 @@ def test_an_installed_command_prints_its_settings(command: str, foreign_project:
 
 def test_the_console_lists_its_commands_and_refuses_others() -> None:
     start = [sys.executable, "-m", "lightning_cp.app.commands.console"]
-    listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=150, check=True)
     assert all(f"  {command} " in listed.stdout for command in COMMANDS)
-    refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=150)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: 'fly' is no command of lightning-cp: use one of train, sample")
 
@@ -246,7 +246,7 @@ def run_in(project: Path, *arguments: str) -> str:
         env={"PYTHONPATH": str(project / "site"), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
