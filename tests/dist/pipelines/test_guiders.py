@@ -116,7 +116,7 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
     [
         pytest.param("qwen_image", 2, "ring", 1, marks=pytest.mark.full),
         ("qwen_image", 3, "ulysses", 1),
-        ("qwen_image", 2, "ring", 2),
+        pytest.param("qwen_image", 2, "ring", 2, marks=pytest.mark.full),
         pytest.param("qwen_image", 3, "ring", 1, marks=pytest.mark.full),
         pytest.param("hunyuan_image", 3, "ring", 1, marks=pytest.mark.full),
         pytest.param("hunyuan_image", 4, "ulysses", 2, marks=pytest.mark.full),

@@ -116,8 +116,8 @@ def _trained(rank: int, world: int, flavour: str, kind: str, how: str, settings:
 @pytest.mark.parametrize(
     ("flavour", "kind", "how", "world"),
     [
-        ("fabric", "cp", "seeds", 2),
-        ("fabric", "cp", "meta", 3),
+        pytest.param("fabric", "cp", "seeds", 2, marks=pytest.mark.full),
+        pytest.param("fabric", "cp", "meta", 3, marks=pytest.mark.full),
         ("fabric", "cp_fsdp", "seeds", 3),
         ("fabric", "cp_fsdp", "meta", 3),
         ("fabric", "cp_fsdp", "encoder", 2),

@@ -142,7 +142,7 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
     return is_folder
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_shards_are_saved_and_loaded_strictly_or_not(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
     assert run_ranks(3, _saved_shards, str(tmp_path), distributed, init=False) == [distributed] * 3
 

@@ -46,7 +46,7 @@ def size_of(path: Path) -> tuple[int, int, int]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of recipes/train.py."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    done = run(*SMALL, "max_steps=30", "output_root=..", folder=folder)
+    done = run(*SMALL, "max_steps=4", "output_root=..", folder=folder)
     assert done.exit_code == 0, done.stderr
     return folder
 

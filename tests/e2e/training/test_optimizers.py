@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], 
 
 
 RANKS = [
-    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3"),
+    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3", marks=pytest.mark.full),
     pytest.param(("strategy=cp_fsdp", "ring=3"), id="cp_fsdp ring=3", marks=pytest.mark.full),
     pytest.param(("strategy=cp", "ring=2", "data_parallel=2"), id="cp 2x2", marks=pytest.mark.full),
 ]
