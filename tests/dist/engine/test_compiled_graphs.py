@@ -103,7 +103,7 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("world", "name", "mode", "samples", "backend"),
     [
-        (2, "flux", "ring", 1, "eager"),
+        pytest.param(2, "flux", "ring", 1, "eager", marks=FULL),
         (3, "wan", "ring", 1, "eager"),
         pytest.param(3, "wan", "whole", 2, "eager", marks=FULL),
         pytest.param(3, "wan", "rotation", 2, "aot_eager", marks=FULL),

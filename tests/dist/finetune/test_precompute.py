@@ -37,27 +37,29 @@ def _run(rank: int, world: int, pipe: Path, data: Path, output: Path, settings: 
     return done.found, done.encoded, done.stored, sorted(one.file.name for one in done.skipped)
 
 
-def test_two_three_and_four_ranks_store_what_one_process_stores(
-    flux: Path, tmp_path: Path, run_ranks: RankPool
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 3, 4), marks=pytest.mark.full)])
+def test_ranks_store_what_one_process_stores(
+    flux: Path, tmp_path: Path, run_ranks: RankPool, worlds: tuple[int, ...]
 ) -> None:
     data = pictures(tmp_path / "data", 9)
     (data / "bad.png").write_bytes(b"x")
     (data / "bad.txt").write_text("bad")
     encoded(flux, data, tmp_path / "one", PICTURES)
     expected = contents(tmp_path / "one")
-    for world in (2, 3, 4):
+    for world in worlds:
         (found,) = set(map(str, run_ranks(world, _run, flux, data, tmp_path / f"{world}", PICTURES)))
         assert found == "(10, 9, 0, ['bad.png'])"
         assert contents(tmp_path / f"{world}") == expected
+    cache = tmp_path / f"{worlds[-1]}"
     pictures(data, 12)
-    assert run_ranks(2, _run, flux, data, tmp_path / "4", PICTURES)[0] == (13, 3, 9, ["bad.png"])  # fewer ranks
+    assert run_ranks(2, _run, flux, data, cache, PICTURES)[0] == (13, 3, 9, ["bad.png"])  # fewer ranks
     for i in (1, 4, 7):
         Image.fromarray(pixels(70 + i, 32, 48)).save(data / f"p{i}.png")
     (data / "p5.png").unlink()
     (data / "p5.txt").unlink()
-    assert run_ranks(3, _run, flux, data, tmp_path / "4", PICTURES)[0] == (12, 3, 8, ["bad.png"])  # changed, and gone
+    assert run_ranks(3, _run, flux, data, cache, PICTURES)[0] == (12, 3, 8, ["bad.png"])  # changed, and gone
     encoded(flux, data, tmp_path / "one", PICTURES)
-    assert contents(tmp_path / "4") == contents(tmp_path / "one")
+    assert contents(cache) == contents(tmp_path / "one")
 
 
 def test_groups_encode_a_clip_together(wan: Path, tmp_path: Path, run_ranks: RankPool) -> None:

@@ -76,7 +76,7 @@ _CASES = {
     "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
-_DEFAULT = ("flux_stages3", "flux_cfg", "flux_ulysses")
+_DEFAULT = ("flux_stages3", "flux_cfg")
 
 
 @pytest.mark.parametrize(

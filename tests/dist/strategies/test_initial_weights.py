@@ -133,7 +133,7 @@ def test_training_starts_from_the_first_ranks_weights(
     assert max(run_ranks(world, _trained, flavour, kind, how, {}, init=False)) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["seeds", "meta"])
+@pytest.mark.parametrize("how", [pytest.param("seeds", marks=pytest.mark.full), "meta"])
 def test_replicas_of_shards_start_from_the_first_ranks_weights(run_ranks: RankPool, how: str) -> None:
     settings = {"ring": 2, "replicate": 2}
     assert max(run_ranks(4, _trained, "fabric", "cp_fsdp", how, settings, init=False)) < 1e-5

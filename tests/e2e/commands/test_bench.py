@@ -89,22 +89,27 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
     assert (tmp_path / "bench_data.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
-    for given, said in (
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
         (
             "workloads=[atention]",
             "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, shares",
         ),
-        ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
-        ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
-        ("workloads=[]", "workloads=[] is not valid: must be some of attention"),
-        ("~model", "these settings have no model"),
         ("~data", "data needs settings with a diffusers.WanTransformer3DModel and a section data, as in bench=cpu"),
-    ):
-        done = _bench(tmp_path, given)
-        assert done.returncode == 1
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        pytest.param("ranks=[1]", "ranks=[1]: must be integers of at least 2", marks=pytest.mark.full),
+        pytest.param(
+            "attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1", marks=pytest.mark.full
+        ),
+        pytest.param("workloads=[]", "workloads=[] is not valid: must be some of attention", marks=pytest.mark.full),
+        pytest.param("~model", "these settings have no model", marks=pytest.mark.full),
+    ],
+)
+def test_a_wrong_setting_is_one_error(given: str, said: str, tmp_path: Path) -> None:
+    done = _bench(tmp_path, given)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:

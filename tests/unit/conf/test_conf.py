@@ -209,7 +209,15 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
     assert OmegaConf.create(printed).ulysses == 2
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "precompute", "check", "check-family", "bench"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "sample",
+        "check-family",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("precompute", "check", "bench")),
+    ],
+)
 def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:
     """A stranger's folder `conf` beside the package is not used."""
     (foreign_project / "site" / "conf").mkdir()
