@@ -101,6 +101,7 @@ _LONG = [
     ("wan", "first_block", "ring", 3),
     ("cogvideox", "first_block", "unified", 4),
     ("cosmos3", "sea", "ulysses", 3),
+    ("wan", "broadcast", "ulysses", 3),
 ]
 _BEFORE_AND_AFTER = [(trial, before) for trial in dict.fromkeys([*_DEFAULT, *_FULL]) for before in (False, True)]
 

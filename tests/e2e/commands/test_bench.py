@@ -148,15 +148,21 @@ def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     assert "| flash | float64 |" in page
 
 
-def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
-    for given, said in (
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
         ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
-        ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
-        ("device=tpu", "device=tpu is not valid: must be cpu or cuda"),
-    ):
-        done = _gpu_stages(tmp_path, given)
-        assert done.returncode == 1
-        assert said in done.stderr
+        pytest.param("stage_s=0", "stage_s=0: must be a number of seconds above 0", marks=pytest.mark.full),
+        pytest.param("device=tpu", "device=tpu is not valid: must be cpu or cuda", marks=pytest.mark.full),
+    ],
+)
+def test_wrong_settings_of_the_stages_are_one_error(given: str, said: str, tmp_path: Path) -> None:
+    done = _gpu_stages(tmp_path, given)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_a_results_file_that_is_none_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}[")
     done = _gpu_stages(tmp_path, "stages=[errors]")
     assert done.returncode == 1

@@ -60,8 +60,8 @@ def test_a_class_without_a_plan_is_refused_with_advice(folder: Path) -> None:
     ("settings", "told"),
     [
         ((), "model=<file.py> must be set"),
-        (("model=none.py",), "model=none.py does not exist"),
-        (("model=no_such_module",), "must be a .py file or a module"),
+        pytest.param(("model=none.py",), "model=none.py does not exist", marks=pytest.mark.full),
+        pytest.param(("model=no_such_module",), "must be a .py file or a module", marks=pytest.mark.full),
         (("model=my_model.py", "ranks=1"), "ranks=1 must be an integer of at least 2"),
     ],
 )

@@ -33,6 +33,7 @@ def optimizer_state(finished: Finished) -> dict[str, torch.Tensor]:
     return load_file(finished.folder / "checkpoints/step_00000004/optimizer.safetensors")
 
 
+@pytest.mark.full  # by default with optim=adamw: test_train.py
 def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], tmp_path: Path) -> None:
     optim, whole = alone
     resumed = train(tmp_path / "resumed", optim, f"resume={whole.folder / 'checkpoints/step_00000002'}")
