@@ -90,7 +90,7 @@ def gathered_backward(
         queries.append(torch.zeros_like(own_q) if total is None else total)
     dk, dv = reducer.finish()
     dq = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
-    return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    return Grads(dq.to(q.dtype), dk, dv)
 
 
 def gathered_keys(
@@ -170,7 +170,7 @@ class _GatheredGradReducer:
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
         self._k, self._ring, self._dtype = k, ring, ring.accumulation_dtype(k.dtype)
-        self._sums: list[Tensor] = []  # of each slice, [s_local, b, heads of dK and of dV, d]
+        self._sums: list[Tensor] = []  # of each slice, in k's dtype, [s_local, b, heads of dK and of dV, d]
         self._pending: tuple[Tensor, Tensor, int, Pending] | None = None
 
     def send(self, heads: Heads, piece_grads: list[tuple[int, Grads]]) -> None:
@@ -196,7 +196,7 @@ class _GatheredGradReducer:
         self._pending = (sent, received, width, pending)
 
     def finish(self) -> list[Tensor]:
-        """Return dK and dV of this rank's keys, [b, s, hk, d], summed over ranks."""
+        """Return dK and dV of this rank's keys, in k's dtype, [b, s, hk, d], summed over ranks."""
         self._receive()
         halves = [torch.split(x, x.shape[2] // 2, 2) for x in self._sums]
         both = halves[0] if len(halves) == 1 else [torch.cat(half, 2) for half in zip(*halves, strict=True)]
@@ -208,7 +208,8 @@ class _GatheredGradReducer:
         sent, received, width, pending = self._pending
         pending.wait()
         (b, s, _, d), ranks = self._k.shape, len(self._ring.kv_lengths)
-        self._sums.append(received.view(self._dtype).view(ranks, s, b, width, d).sum(0))
+        summed = received.view(self._dtype).view(ranks, s, b, width, d).sum(0)
+        self._sums.append(summed.to(self._k.dtype))  # half the memory until all slices are there
         BUFFERS.give(sent, received)
         self._pending = None
 

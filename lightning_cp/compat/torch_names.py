@@ -56,6 +56,7 @@ __all__ = [
     "get_unwrapped",
     "imported_config",
     "in_backward",
+    "in_bad_fork",
     "is_allowed_in_graph",
     "is_exporting",
     "is_functional",
@@ -202,6 +203,11 @@ def imported_config(compiler: str) -> ModuleType | None:
 def forward_ad_level() -> int:
     """Return the innermost level of forward derivatives that is active; -1 if none is."""
     return forward_ad._current_level
+
+
+def in_bad_fork() -> bool:
+    """Return True in a process that cannot use CUDA because the one it was forked from has asked CUDA for devices."""
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 def process_groups() -> list[Any]:

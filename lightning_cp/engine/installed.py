@@ -66,13 +66,13 @@ class Installed(ForwardWrapper):
         try:
             self._install_rules()
             self.caches.reset()  # steps of whole tokens would not fit
+            if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
+                torch.compiler.reset()
         except BaseException:
             strip(self.module.modules())
             release_stand_ins(self)
             self.caches.release()
             raise
-        if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
-            torch.compiler.reset()
         self._forget_compiled()
         slot = own_forward(self.module)
         self.original = slot.get()

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_cp.finetune.card import ModelCard
+    from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import hold_out
     from lightning_cp.finetune.load import load_transformer, meta_transformer
     from lightning_cp.finetune.lora import LoraSettings, add_lora
     from lightning_cp.finetune.module import FineTuning
     from lightning_cp.finetune.prompt_samples import PromptSampler
     from lightning_cp.finetune.quantize import quantize_base
+    from lightning_cp.finetune.side import SteeredTransformer, freeze_base
     from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
 
 __all__ = [
@@ -21,12 +23,15 @@ __all__ = [
     "LoraSettings",
     "ModelCard",
     "PromptSampler",
+    "SteeredTransformer",
     "Validation",
     "ValidationResult",
     "add_lora",
+    "freeze_base",
     "hold_out",
     "load_transformer",
     "meta_transformer",
+    "new_controlnet",
     "quantize_base",
     "split_validation",
 ]
@@ -38,12 +43,15 @@ _HOMES = {
     "LoraSettings": "lora",
     "ModelCard": "card",
     "PromptSampler": "prompt_samples",
+    "SteeredTransformer": "side",
     "Validation": "validation",
     "ValidationResult": "validation",
     "add_lora": "lora",
+    "freeze_base": "side",
     "hold_out": "data",
     "load_transformer": "load",
     "meta_transformer": "load",
+    "new_controlnet": "control_pipeline",
     "quantize_base": "quantize",
     "split_validation": "validation",
 }

@@ -112,9 +112,21 @@ class ModelCard:
         return path
 
     def _use(self, base: str) -> list[str]:
-        """Return how to load the adapter with diffusers."""
-        if self.adapter is None:
+        """Return how to load the adapter or the ControlNet with diffusers."""
+        if self.adapter is None and self.component.startswith("transformer"):
             return []
+        if self.adapter is None:
+            return [
+                "To use it in diffusers:",
+                "",
+                "```python",
+                "from diffusers import AutoModel, DiffusionPipeline",
+                "",
+                'model = AutoModel.from_pretrained(".")  # the folder of this card',
+                f"pipe = DiffusionPipeline.from_pretrained({json.dumps(base)}, {self.component}=model)",
+                "```",
+                "",
+            ]
         load = "pipe.load_lora_weights(folder)"
         if self.component == SECOND_EXPERT or not self.loads_adapters:
             # load_lora_weights would load nothing from the file of a second expert

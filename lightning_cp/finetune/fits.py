@@ -39,15 +39,18 @@ _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # f
 _OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "FluxControlNetModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "Flux2Transformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "Krea2Transformer2DModel": _Widths("in_channels", 4, "text_hidden_dim"),
     "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
     "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "QwenImageControlNetModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "ZImageTransformer2DModel": _Widths("in_channels", 1, "cap_feat_dim"),
     "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
     "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
     "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "WanVACETransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
     "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),

@@ -20,6 +20,7 @@ from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, sav
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.objectives import MicroBatch, Objective, micro_batches, objective_for
+from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
@@ -46,7 +47,7 @@ class FineTuning(LightningModule):
     continues exactly. Checkpoints hold the weights that are trained.
 
     Args:
-        transformer: diffusers transformer, with or without adapters (`add_lora`).
+        transformer: diffusers transformer, with or without adapters (`add_lora`), or a `SteeredTransformer`.
         family: model family, from `LatentCache.family` or `family_for`.
         objective: None: the family's for this component, with seed 0; see `objective_for`.
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
@@ -58,7 +59,7 @@ class FineTuning(LightningModule):
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
-        component: name of the transformer in its pipeline, for the objective and `export`.
+        component: name of the trained model in its pipeline, for the objective and `export`.
     """
 
     def __init__(
@@ -166,9 +167,10 @@ class FineTuning(LightningModule):
         Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
         Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
-        model: Any = diffusers_model_of(self.transformer)
+        trained = trained_model(self.transformer)
+        model: Any = diffusers_model_of(trained)
         if not getattr(model, "peft_config", None):
-            save_pretrained(self.transformer, Path(folder) / self.component)
+            save_pretrained(trained, Path(folder) / self.component)
             return Path(folder) / self.component
         lora = Path(folder) / LORA
         on_rank_zero(lambda: (lora / COMFYUI_FILE).unlink(missing_ok=True))  # it would not fit a new LoRA after a kill

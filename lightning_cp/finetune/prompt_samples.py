@@ -18,6 +18,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
+from lightning_cp.finetune.side import called_by_pipeline, models_by_component
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
@@ -40,8 +41,8 @@ class PromptSampler:
     Args:
         source: the pipeline's folder, or its id on the Hub.
         prompts: texts to draw.
-        images: for edit models and image to video: a picture file for each prompt, the source or the first frame. None
-            for FLUX.2: it draws without a source.
+        images: for edit models, image to video and ControlNets: a picture file for each prompt, the source, the first
+            frame or the control. None for FLUX.2: it draws without a source.
         component: name of the transformer in training.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
@@ -62,7 +63,8 @@ class PromptSampler:
     ) -> None:
         if isinstance(prompts, str) or not prompts or not all(isinstance(x, str) for x in prompts):
             raise ValueError(f"prompts={prompts!r} must be a list of one text or more")
-        reserved = [name for name in ("prompt", "image", "generator", "output_type", "return_dict") if name in call]
+        set_here = ("prompt", "image", "control_image", "generator", "output_type", "return_dict")
+        reserved = [name for name in set_here if name in call]
         if reserved:
             raise ValueError(f"{reserved[0]} is set by PromptSampler: leave it out")
         if images is not None and len(images) != len(prompts):
@@ -72,6 +74,8 @@ class PromptSampler:
         self.prompts, self._source, self._component = list(prompts), str(source), component
         self._seed, self._setting, self._call = seed, setting, call
         self._pipe: Any = None
+        self._model: nn.Module = nn.Identity()
+        self._picture_name = "image"
         self._shard = DataShard(0, 1)
 
     def __len__(self) -> int:
@@ -87,12 +91,14 @@ class PromptSampler:
     def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
         """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
 
-        Args: transformer: the diffusers model in training, on its device, context-parallel or not, also sharded.
+        Args: transformer: the model in training, or a `SteeredTransformer`, on its device, context-parallel or not,
+            also sharded.
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
-        components, model = family_class(kind).components, cast(Any, transformer)
+        family, model = family_class(kind), cast(Any, transformer)
+        components, self._picture_name = family.components, family.picture
         names, text = components.text, RecordedPrompts(components.after_encode_prompt)
         failure, pipe = "", None
         if ranks.is_global_zero:
@@ -110,7 +116,7 @@ class PromptSampler:
         pipe = pipe or self._load(model, without=names)
         text.replay_in(pipe, ranks.device)
         self._move_components(pipe, model, ranks.device)
-        self._pipe, self._shard = pipe, data_shard
+        self._pipe, self._shard, self._model = pipe, data_shard, model
 
     @torch.no_grad()
     def draw(self) -> Tensor:
@@ -131,12 +137,13 @@ class PromptSampler:
 
     def _sample(self, i: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._seed + i)
-        result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
+        with called_by_pipeline(self._model):
+            result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
         sample: Tensor = result[0].detach().float()
         return sample.transpose(0, 1) if sample.ndim == 4 else sample  # clips are [f, c, h, w]
 
     def _arguments(self, i: int) -> dict[str, Any]:
-        picture = {"image": self._pictures[i]} if self._pictures else {}
+        picture = {self._picture_name: self._pictures[i]} if self._pictures else {}
         return {"prompt": self.prompts[i], **picture, **self._call}
 
     def _load(self, model: Any, *, without: Sequence[str]) -> Any:
@@ -145,16 +152,17 @@ class PromptSampler:
             model.dtype,
             setting=self._setting,
             without=without,
-            components={self._component: model},
+            components=models_by_component(model, self._component),
         )
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def _move_components(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
         """Move the other components to the device, and make them parallel like the transformer."""
-        installed = installed_on(model)
+        trained = models_by_component(model, self._component)
+        installed = installed_on(trained[self._component])
         for name, other in pipe.components.items():
-            if not isinstance(other, nn.Module) or other is model:
+            if not isinstance(other, nn.Module) or name in trained:
                 continue
             other.requires_grad_(False).eval().to(device)
             if installed is None or installed.session.groups.context is None:
@@ -176,9 +184,10 @@ def _check_call(kind: type, call: Mapping[str, Any], *, has_images: bool) -> Non
     unknown = [name for name in call if name not in accepted]
     if unknown:
         raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")
-    if "image" in accepted and not has_images and not family_class(kind).optional_reference:
+    picture = family_class(kind).picture
+    if picture in accepted and not has_images and not family_class(kind).optional_reference:
         raise FamilyError(
             f"{kind.__name__} draws from pictures: set sampling.images to a list of files, one for each prompt"
         )
-    if has_images and "image" not in accepted:
+    if has_images and picture not in accepted:
         raise FamilyError(f"sampling.images is set, but {kind.__name__} takes no picture: leave it out")

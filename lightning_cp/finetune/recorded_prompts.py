@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from lightning_cp.nest import replace, tensors
 
 _PIXELS: Any = (Image, Tensor, np.ndarray)
+_TRAINED = ("transformer", "controlnet")
 _MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
 
 
 class _EncodedError(Exception):
-    """Raised at the first call of the transformer, to end a pipeline's call after the text was encoded."""
+    """Raised at the first call of a trained model, to end a pipeline's call after the text was encoded."""
 
 
 class RecordedPrompts:
@@ -35,7 +36,7 @@ class RecordedPrompts:
 
     @torch.no_grad()
     def record(self, pipe: Any, calls: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        """Call the pipeline with each call's arguments, up to the first call of a transformer, and keep the text.
+        """Call the pipeline with each call's arguments, up to the first call of a trained model, and keep the text.
 
         Args:
             pipe: pipeline with its text encoders and its VAE, on the CPU.
@@ -43,10 +44,8 @@ class RecordedPrompts:
         Raises: the exception of the pipeline, if it does not accept the arguments.
         """
         all_modules = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
-        transformers = [x for name, x in all_modules.items() if name.startswith("transformer")]
-        modules = [
-            x for name, x in all_modules.items() if not name.startswith("transformer")
-        ]  # the VAE encodes pictures
+        transformers = [x for name, x in all_modules.items() if name.startswith(_TRAINED)]
+        modules = [x for name, x in all_modules.items() if not name.startswith(_TRAINED)]  # the VAE encodes pictures
         at = device if _fits(modules, device) else torch.device("cpu")
         with ExitStack() as stack:
             for transformer in transformers:

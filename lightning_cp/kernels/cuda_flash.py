@@ -1,4 +1,4 @@
-"""PyTorch's flash attention for CUDA, called through aten. Not measured: it was written without access to a GPU."""
+"""PyTorch's flash attention for CUDA, called through aten."""
 
 from __future__ import annotations
 

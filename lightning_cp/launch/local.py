@@ -7,11 +7,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from typing_extensions import override
 
@@ -19,7 +20,7 @@ from lightning_cp.files import new_file
 from lightning_cp.job_secret import SECRET, new_secret
 from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
-from lightning_cp.launch.processes import Processes
+from lightning_cp.launch.processes import EventKind, Processes
 from lightning_cp.launch.rendezvous import listen, loopback_environment, rendezvous_environment
 from lightning_cp.launch.stopping import STOP_SIGNALS
 
@@ -65,21 +66,16 @@ class LocalLauncher(Launcher):
             lifeline, lifeline_writer = os.pipe()
             stack.callback(os.close, lifeline_writer)
             stack.callback(os.close, lifeline)
-            ranks, history = Processes(), History()
+            ranks, history = Processes(stack.enter_context(_stop_pipe())), History()
             stack.callback(ranks.close)
             try:
-                with _signals_raise() as ignore_signals:
-                    try:
-                        _start(job, lifeline, ranks)
-                        return _with_log_end(self._watch(ranks, history), job.log_dir)
-                    except StoppedBySignal as stop:
-                        message = self._request_stop(ranks, history, stop) if stop.number in STOP_SIGNALS else str(stop)
-                        return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
-                    finally:
-                        ignore_signals()  # cleanup must not be interrupted; it takes at most `terminate_s`
-                        ranks.end(self.terminate_s)
-            except StoppedBySignal as stop:  # a second signal, while ranks were writing their checkpoint
-                return Result(Failure(-1, FailureKind.STOPPED, str(stop), exit_code=128 + stop.number))
+                _start(job, lifeline, ranks)
+                return _with_log_end(self._watch(ranks, history), job.log_dir)
+            except StoppedBySignal as stop:
+                message = self._request_stop(ranks, history, stop) if stop.number in STOP_SIGNALS else str(stop)
+                return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
+            finally:
+                ranks.end(self.terminate_s)
 
     def _watch(self, ranks: Processes, history: History) -> Result:
         deadline = time.monotonic() + self.limit_s
@@ -99,14 +95,20 @@ class LocalLauncher(Launcher):
                 return Result(Failure(slow, FailureKind.TIMEOUT, f"the job did not end within {self.limit_s:.0f} s"))
 
     def _request_stop(self, ranks: Processes, history: History, stop: StoppedBySignal) -> str:
-        """Forward the signal to the ranks and wait for their checkpoint. Returns: the stop message to report."""
+        """Forward the signal to the ranks and wait for their checkpoint, or until a second signal.
+
+        Returns: the stop message to report.
+        """
         ranks.signal(stop.number)
         started = time.monotonic()
         while ranks.are_running():
             left_s = started + (self.checkpoint_s if history.stop_confirmed else self.confirm_stop_s) - time.monotonic()
             if left_s <= 0:
                 break
-            _wait(ranks, history, left_s)
+            try:
+                _wait(ranks, history, left_s)
+            except StoppedBySignal as second:
+                return str(second)
         messages = [report.message for report in history.reports() if report.kind is FailureKind.STOPPED]
         return messages[0] if messages else str(stop)
 
@@ -150,10 +152,20 @@ def _start(job: Job, lifeline: int, ranks: Processes) -> None:
 
 
 def _wait(ranks: Processes, history: History, timeout_s: float) -> None:
-    for event in ranks.wait(timeout_s):
+    """Wait for events, at most `timeout_s` seconds, and add them to `history`.
+
+    Raises: StoppedBySignal: this process received a stop signal.
+    """
+    events = ranks.wait(timeout_s)
+    for event in events:
+        if event.kind is EventKind.STOP:
+            continue
         history.add(event)
         if event.message.get("kind") == "stall":
             history.stalls.show(event.message, ranks.pids())
+    for event in events:
+        if event.kind is EventKind.STOP:
+            raise StoppedBySignal(event.message["number"])
 
 
 def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) -> dict[str, str]:
@@ -175,29 +187,28 @@ def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) ->
 
 
 @contextmanager
-def _signals_raise() -> Iterator[Callable[[], None]]:
-    """Raise `StoppedBySignal` on stop signals inside the context, and restore the old handlers afterwards.
+def _stop_pipe() -> Iterator[int]:
+    """Write the number of each stop signal into a pipe inside the context, and restore the old handlers afterwards.
 
-    Yields: a function that makes these signals be ignored from then on.
+    A handler that raised could lose the signal: Python ignores exceptions in some callbacks, for instance after a fork.
+
+    Yields: the reading end of the pipe.
     """
-    active = True
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if active:
-            raise StoppedBySignal(number)
+        with suppress(BlockingIOError):  # the pipe is full of signals
+            os.write(writer, bytes([number]))
 
-    def ignore() -> None:
-        nonlocal active
-        active = False
-
-    handled = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before: dict[signal.Signals, Any] = {}
     try:
-        before = {number: signal.signal(number, stop) for number in handled}
-    except ValueError:  # not the main thread, where Python cannot set signal handlers
-        yield ignore
-        return
-    try:
-        yield ignore
+        with suppress(ValueError):  # not the main thread, where Python cannot set signal handlers
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+                before[number] = signal.signal(number, stop)
+        yield reader
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(writer)
+        os.close(reader)

@@ -17,16 +17,20 @@ _TICK_S = 0.05  # polling interval on systems without pidfd
 
 @unique
 class EventKind(Enum):
-    """The kinds of events of a rank."""
+    """The kinds of events."""
 
     MESSAGE = auto()  # the rank sent a message
     CLOSED = auto()  # the rank's pipe was closed: the rank is ending
     ENDED = auto()  # the rank's process has ended
+    STOP = auto()  # this process received a stop signal
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a rank. Attributes: message: the message of a MESSAGE event."""
+    """An event of a rank, or of this process (rank -1).
+
+    Attributes: message: the message of a MESSAGE event; the signal's `number` of a STOP event.
+    """
 
     rank: int
     kind: EventKind
@@ -45,13 +49,17 @@ class Processes:
 
     On Linux one `epoll` waits for messages, closed pipes and ended processes. It returns events in the order in which
     they happened, even if this process could not run for a while.
+
+    Args: stops: reading end of a pipe that gets a byte, its number, for each stop signal. The caller closes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stops: int) -> None:
         self._ranks: list[_Rank] = []
+        self._stops = stops
         self._owners: dict[int, int] = {}  # descriptor -> rank
         self._epoll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
         self._poll = select.poll()  # where there is no epoll
+        self._register(stops)
 
     def start(
         self,
@@ -150,10 +158,13 @@ class Processes:
             if descriptor is None:
                 continue
             self._owners[descriptor] = number
-            if self._epoll is not None:
-                self._epoll.register(descriptor, select.EPOLLIN)
-            else:
-                self._poll.register(descriptor, select.POLLIN)
+            self._register(descriptor)
+
+    def _register(self, descriptor: int) -> None:
+        if self._epoll is not None:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        else:
+            self._poll.register(descriptor, select.POLLIN)
 
     def _has_polling(self) -> bool:
         return any(rank.pidfd is None and rank.process.returncode is None for rank in self._ranks)
@@ -163,10 +174,12 @@ class Processes:
         if self._has_polling():
             left_s = min(left_s, _TICK_S)
         if self._epoll is not None:
-            return [descriptor for descriptor, _ in self._epoll.poll(left_s, max(1, 2 * len(self._ranks)))]
+            return [descriptor for descriptor, _ in self._epoll.poll(left_s, 1 + 2 * len(self._ranks))]
         return [descriptor for descriptor, _ in self._poll.poll(1000 * left_s)]
 
     def _events(self, descriptor: int) -> list[Event]:
+        if descriptor == self._stops:
+            return [Event(-1, EventKind.STOP, {"number": os.read(descriptor, 1)[0]})]
         number = self._owners.get(descriptor)
         if number is None:  # closed by an earlier event of the same poll
             return []

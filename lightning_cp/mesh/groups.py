@@ -190,6 +190,8 @@ def check_world(ring: int, ulysses: int, world: int) -> int:
 def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     data = check_world(config.ring, config.ulysses, dist.get_world_size())
     device_type = "cuda" if cuda_backend_is("nccl") and torch.cuda.is_available() else "cpu"
+    if device_type == "cpu" and (world := dist.group.WORLD) is not None:
+        world.bound_device_id = None  # set by Lightning for GPUs; torch then splits groups as only NCCL can
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 

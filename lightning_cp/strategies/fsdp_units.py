@@ -23,8 +23,10 @@ def find_fsdp_units(
         by_child: make each child a unit, because children are called without the module's forward.
     """
     blocks = [unit for unit in _blocks(module, installed, without=frozen) if _owns_its_weights(unit, module)]
+    if len(installed) > 1:  # a pipeline calls a ControlNet and its transformer without the forward of their parent
+        blocks += [one.module for one in installed if _owns_its_weights(one.module, module)]
     if not by_child:
-        return [*blocks, module]
+        return [*dict.fromkeys((*blocks, module))]
     whole = {*frozen}  # a set, because torchmetrics makes `metric == module` true, for any module
     children = [child for child in _called(module) if child not in whole]
     units = [child for child in children if _owns_its_weights(child, module)]

@@ -41,7 +41,9 @@ def write_media(folder: Path, case: str, count: int) -> Path:
         else:
             write_video(folder / f"{i}.mp4", frames)
         (folder / f"{i}.txt").write_text(f"wave number {i}\n")
-        if CASES[case].reference is not None:
+        if len(CASES[case].reference or ()) == 3:
+            write_video(folder / f"{i}.reference.mp4", frames_of(i + 7, size))
+        elif CASES[case].reference is not None:
             Image.fromarray(frames_of(i + 7, size)[0]).save(folder / f"{i}.reference.png")
     return folder
 

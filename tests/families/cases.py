@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from lightning_cp.families import Media
 from tests.pipelines import table, vaes, vaes_video
-from tests.pipelines.common import loud
+from tests.pipelines.common import loud, quiet
 from tests.pipelines.text.llama import read_template
 from tests.pipelines.tiny import no_zeros
 
@@ -28,7 +29,7 @@ class Case:
         file: file of `tests.pipelines`.
         pipe: its entry in that file's table.
         size: frames, height and width of the pixels.
-        reference: height and width of a reference picture.
+        reference: height and width of a reference picture, or frames, height and width of a reference clip.
         scheduler: returns a scheduler in place of the pipeline's.
         vae: returns a VAE in place of the pipeline's.
         config: changes of the transformer's config.
@@ -41,7 +42,7 @@ class Case:
     file: str
     pipe: str
     size: tuple[int, int, int]
-    reference: tuple[int, int] | None = None
+    reference: tuple[int, ...] | None = None
     scheduler: Callable[[], Any] | None = None
     vae: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +95,23 @@ def _ddim() -> Any:
     return DDIMScheduler(clip_sample=False)
 
 
+def _controlnet(**config: Any) -> Callable[[Any], None]:
+    """Return a function that changes the config of the pipeline's ControlNet."""
+
+    def change(pipe: Any) -> None:
+        with quiet():
+            controlnet = type(pipe.controlnet).from_config({**pipe.controlnet.config, **config})
+        pipe.register_modules(controlnet=loud(controlnet.eval()))
+
+    return change
+
+
+def _second_expert(pipe: Any) -> None:
+    """Add an expert for low noise levels, with the same weights."""
+    pipe.register_modules(transformer_2=copy.deepcopy(pipe.transformer))
+    pipe.register_to_config(boundary_ratio=0.875)
+
+
 def _wider_vae(pipe: Any) -> None:
     """Set a VAE that rounds pixels less in bfloat16."""
     pipe.register_modules(vae=vaes.kl(4, levels=4, width=8))
@@ -126,6 +144,18 @@ CASES = {
     "flux": Case("flux", "flux", PICTURE),
     "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
     "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
+    "flux_controlnet": Case("flux", "flux_controlnet", PICTURE, reference=(16, 24)),
+    "flux_controlnet_guidance": Case(
+        "flux",
+        "flux_controlnet",
+        PICTURE,
+        reference=(16, 24),
+        config={"guidance_embeds": True, "num_layers": 3},
+        change=_controlnet(guidance_embeds=True),
+    ),
+    "flux_controlnet_double": Case(
+        "flux", "flux_controlnet", PICTURE, reference=(16, 24), change=_controlnet(num_single_layers=0)
+    ),
     "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
     "flux2": Case("flux2", "flux2", (1, 32, 48)),
     "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
@@ -147,6 +177,8 @@ CASES = {
     "wan_image": Case("wan", "wan_image_to_video", VIDEO),
     "wan_image_two_experts": Case("wan", "wan_image_to_video_two_experts", VIDEO),
     "wan_image_time_per_token": Case("wan", "wan_image_to_video_per_token_timestep", VIDEO, scheduler=_euler),
+    "wan_vace": Case("wan", "wan_vace", VIDEO, reference=VIDEO),
+    "wan_vace_two_experts": Case("wan", "wan_vace", VIDEO, reference=VIDEO, change=_second_expert),
     "cogvideox": Case("cogvideox", "cogvideox", VIDEO),
     "cogvideox_sincos": Case("cogvideox", "cogvideox_sincos", VIDEO),
     "cogvideox_v_prediction": Case("cogvideox", "cogvideox", VIDEO, scheduler=_published),
@@ -160,7 +192,15 @@ CASES = {
     "pixart_sigma_multistep": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
     "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),
     "hunyuan_video15": Case("hunyuan_video", "hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
+    "hunyuan_video15_image_to_video": Case(
+        "hunyuan_video",
+        "hunyuan_video15_image_to_video",
+        (5, 12, 20),
+        change=_published_chat,
+        captions=QUOTING,
+    ),
     "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
+    "qwen_image_controlnet": Case("qwen_image", "qwen_image_controlnet", (1, 24, 40), reference=(24, 40)),
     # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
     "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),
     "qwen_image_edit_plus": Case("qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8)),
@@ -196,7 +236,7 @@ def media(name: str, samples: int = len(CAPTIONS)) -> Media:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
     sizes = {"pixels": case.size}
     if case.reference is not None:
-        sizes["reference"] = (1, *case.reference)
+        sizes["reference"] = (1, *case.reference)[-3:]
     others = {} if case.fps is None else {"fps": torch.full([samples], case.fps)}
     if case.sound:
         others["sound"] = torch.rand(samples, 2, case.sound, generator=generator) - 0.5

@@ -192,6 +192,12 @@ def _condition_first(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_states": arguments["hidden_states"].roll(5, dims=1)}
 
 
+def _condition_in_all_frames(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    hidden = arguments["hidden_states"].clone()
+    hidden[:, 4:] = hidden[:, 4:, :1]
+    return {"hidden_states": hidden}
+
+
 def _quotes_without_mask(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"encoder_attention_mask_2": torch.ones_like(arguments["encoder_attention_mask_2"])}
 
@@ -217,6 +223,25 @@ def _frame_rate_of_the_pipeline(base: type[Family]) -> type[Family]:
 def _bins_before_channels(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     sound = arguments["audio_hidden_states"]
     return {"audio_hidden_states": sound.unflatten(2, (2, 2)).transpose(2, 3).flatten(2)}
+
+
+def _control(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
+    """Change the arguments of the ControlNet."""
+    return _inputs(lambda _, arguments: {"controlnet": {**arguments["controlnet"], **change(arguments["controlnet"])}})
+
+
+def _outputs_exchanged(base: type[Family]) -> type[Family]:
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        side = base.components.side
+        assert side is not None
+        components = replace(base.components, side=replace(side, outputs=side.outputs[::-1]))
+
+    return Wrong
+
+
+def _kept_and_changed_parts_exchanged(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    kept, changed, mask = arguments["control_hidden_states"].split([4, 4, 64], dim=1)
+    return {"control_hidden_states": torch.cat([changed, kept, mask], dim=1)}
 
 
 CAPTURE, ORACLE, BATCH = {"capture"}, {"oracle"}, {"batch"}
@@ -258,6 +283,16 @@ MISTAKES = {
     "instruction": Mistake("sana_euler", _facts(instruction=["Describe: "]), CAPTURE),
     "guidance_not_scaled": Mistake("hunyuan_video", _inputs(lambda _, x: {"guidance": x["guidance"] / 1000}), CAPTURE),
     "channels_of_the_condition": Mistake("hunyuan_video15", _inputs(_condition_first), CAPTURE | ORACLE),
+    "condition_in_all_frames": Mistake("hunyuan_video15_image_to_video", _inputs(_condition_in_all_frames), CAPTURE),
     "mask_of_the_quotes": Mistake("hunyuan_video15", _inputs(_quotes_without_mask), CAPTURE),
+    "tokens_of_the_control": Mistake(
+        "flux_controlnet", _control(lambda x: {"controlnet_cond": x["controlnet_cond"].flip(1)}), CAPTURE
+    ),
+    "scale_of_the_control": Mistake("flux_controlnet", _control(lambda _: {"conditioning_scale": 0.5}), CAPTURE),
+    "outputs_of_the_controlnet": Mistake("flux_controlnet", _outputs_exchanged, CAPTURE),
+    "normalisation_of_the_control": Mistake(
+        "qwen_image_controlnet", _control(lambda x: {"controlnet_cond": 2 * x["controlnet_cond"]}), CAPTURE
+    ),
+    "parts_of_the_control": Mistake("wan_vace", _inputs(_kept_and_changed_parts_exchanged), CAPTURE),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

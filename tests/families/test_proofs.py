@@ -21,9 +21,12 @@ FAST = {  # the other cases are marked `full`
         *("flux2_reference", "krea2", "z_image"),
         *("ltx", "ltx2"),
         *("hunyuan_video", "hunyuan_video15", "pixart_sigma", "sana"),
+        *("flux_controlnet", "qwen_image_controlnet", "wan_vace"),
     },
     "bfloat16": {"flux"},
-    "mistakes": {"token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance"},
+    "mistakes": {
+        *("token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance", "scale_of_the_control"),
+    },
 }
 
 

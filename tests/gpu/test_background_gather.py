@@ -62,6 +62,7 @@ def test_the_host_does_not_wait_for_the_device() -> None:
 def test_the_current_stream_does_not_wait_for_the_copy() -> None:
     """Work on the current stream runs while a transfer that was started on another stream is held up."""
     values, held_up = torch.ones(4, device="cuda", dtype=torch.float64), torch.cuda.Stream()
+    values.mul(2)  # loading a kernel waits for the device
     torch.cuda.synchronize()
     with torch.cuda.stream(held_up):
         torch.cuda._sleep(SLEEP_CYCLES)

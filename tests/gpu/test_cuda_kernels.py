@@ -130,6 +130,32 @@ def test_strides_and_empty_inputs_do_not_matter() -> None:
         assert bool((nothing.lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=lambda kernel: kernel.name)
+def test_backward_does_not_depend_on_layouts_of_earlier_calls(kernel: Kernel) -> None:
+    """As in FLUX: attention's gradient is a slice of a wider tensor in some blocks, and contiguous in others."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    if (reason := kernel.refusal(tensors[0], None)) is not None:
+        pytest.skip(f"{kernel.name}: {reason}")
+    *qkv, grad_out = tensors
+    inputs = [x.double().cpu().requires_grad_() for x in qkv]
+    out, _ = softmax_attention(*inputs, None, causal=False, scale=0.125)
+    out.backward(grad_out.double().cpu())
+    layouts = {
+        "slice of a wider tensor": lambda x: torch.cat([x, torch.full_like(x, 7.0).repeat(1, 1, 4, 1)], 2)[:, :, :4],
+        "tokens first": lambda x: x.contiguous(),
+        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    }
+    part = attend(kernel, *qkv, mask=None, causal=False, scale=0.125)
+    for of_out, of_grad in product(layouts, layouts):
+        laid_out = PartialAttention(layouts[of_out](part.out), part.lse)
+        grad = PartialAttentionGrad(layouts[of_grad](grad_out), None)
+        grads = attend_backward(kernel, grad, *qkv, laid_out, mask=None, causal=False, scale=0.125)
+        for mine, x in zip(grads, inputs, strict=True):
+            assert x.grad is not None
+            assert _relative(mine, x.grad) < LIMITS[torch.bfloat16], f"{of_out}, {of_grad}"
+
+
 def test_a_kernel_for_the_cpu_is_refused() -> None:
     with pytest.raises(KernelError, match="cannot be used here"):
         choose_kernel("flash", torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.float64), None)

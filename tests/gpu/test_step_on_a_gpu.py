@@ -132,7 +132,7 @@ def _waits(model: nn.Module) -> int:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with mock.patch.object(transfer, "all_gather_tensor") as sizes:  # over NCCL it waits, here it does not
+            with mock.patch.object(transfer, "_all_gather_scalars") as sizes:  # over NCCL it waits, here it does not
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -151,3 +151,41 @@ def test_a_parallel_model_waits_no_more_than_the_model_alone(name: str) -> None:
     alone = _waits(model)
     parallelize(model, CONFIGS[name], check_peers="off")
     assert _waits(model) <= alone
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("check_peers", ["off", "sampled"])
+@pytest.mark.parametrize("name", [None, *CONFIGS])
+def test_a_training_step_of_a_model_is_captured_in_a_graph(name: str | None, check_peers: str) -> None:
+    """None: the model alone, which shows that it can be captured at all."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=16, num_layers=2, ffn_dim=64, text_dim=32, freq_dim=32
+        )
+        inputs = (torch.randn(1, 16, 4, 8, 8), torch.full((1,), 500.0), torch.randn(1, 8, 32))
+    if name is not None:
+        parallelize(model, CONFIGS[name], check_peers=check_peers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(*inputs, return_dict=False)[0].square().mean().backward()
+        optimizer.step()
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+            optimizer.zero_grad(set_to_none=True)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    assert len(gradients) > 40
+    for gradient in gradients.values():
+        gradient.fill_(12345.0)  # NaN may come from buffers in which the pretended transfers leave what was there
+    graph.replay()
+    torch.cuda.synchronize()
+    assert [name for name, gradient in gradients.items() if (gradient == 12345.0).any()] == []

@@ -23,7 +23,8 @@ _OF_INDUCTOR = (
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 )
 _IGNORED = ("PYTEST_CURRENT_TEST", *_OF_INDUCTOR)  # inductor sets its variables when it is first used
-_THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
+# tqdm's, one for the life of the process; threads that no Python code started, such as autograd's for a GPU
+_THREADS_OF_LIBRARIES = ("TMonitor", "_DummyThread")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from lightning_cp.launch.loopback import host_store
 from tests.harness.strict import Coordinator, Strict
 from tests.harness.worker import Job, Reply, serve
 
+# Otherwise the import of diffusers in the process that workers are forked from would take the GPUs from them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 MAX_WORLD = 8
 GRACE_S = 3.0  # for the other ranks, once one has failed
 _STRICT_SLOWDOWN = 5.0  # each operation goes through one process; hangs are found without the limit

@@ -19,6 +19,7 @@ LAYERS = (
         "compat",
         "undoable",
         "nest",
+        "side_models",
     },
     {"comm", "kernels"},
     {"attention", "plans", "finetune.families"},

@@ -33,14 +33,14 @@ def topology(config: DictConfig) -> None:
 
     from lightning_cp.config import ContextParallelConfig
     from lightning_cp.finetune.families import collate
-    from lightning_cp.finetune.family_check import store, topology_proof, transformers_of
+    from lightning_cp.finetune.family_check import store, topology_proof, training_models
 
     join_launcher()
     dist.init_process_group("gloo")
     pipe, family, media = _prepare(config)
     stored = collate(store(family, pipe, list(config.captions), media), family.text)
     ring = ContextParallelConfig(ring_degree=dist.get_world_size())
-    proofs = [topology_proof(x, family, stored, ring) for x in transformers_of(pipe, family.components)]
+    proofs = [topology_proof(x, family, stored, ring) for x in training_models(pipe, family)]
     if dist.get_rank() == 0:
         worst = max(proofs, key=lambda proof: proof.error)
         Path(config.result).write_text(json.dumps(asdict(worst)), encoding="utf-8")
@@ -93,7 +93,8 @@ def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     size = (len(config.captions), 3, frames, height, width)
     pixels = torch.randint(256, size, generator=generator).float() / 255 * 2 - 1
-    return pipe, family, {"pixels": pixels, "reference": pixels[:, :, :1].flip(-1)}
+    reference = pixels if family.reference_clips else pixels[:, :, :1]
+    return pipe, family, {"pixels": pixels, "reference": reference.flip(-1)}
 
 
 def _problem(config: DictConfig) -> str | None:

@@ -8,6 +8,7 @@
 It starts the ranks itself. `--help` lists the settings.
 """
 
+import inspect
 import json
 import time
 from pathlib import Path
@@ -124,6 +125,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     if config.lora is not None:
         load_lora(pipe, Path(config.lora))
     inputs = call_arguments(config)
+    if "image" in inputs and "control_image" in inspect.signature(type(pipe).__call__).parameters:
+        inputs["control_image"] = inputs.pop("image")
     check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together" and not on_meta:

@@ -110,6 +110,7 @@ def one_process_config(config: DictConfig, resolved: DictConfig) -> DictConfig:
         alone[name] = 1
     steps = min(STEPS, resolved.max_steps)
     alone.update({"certify": False, "resume": None, "kernel": "auto", "progress": False, "trace_step": None})
+    alone.lr_steps = resolved.lr_steps or resolved.max_steps
     alone.update({"max_steps": steps, "checkpoint_every": steps, "export": False, "run_dir": str(folder / FOLDER)})
     if "micro_batch_size" in alone:
         share = resolved.batch_size // resolved.data_parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.media.images import open_image
 from lightning_cp.finetune.prompt_samples import PromptSampler
+from lightning_cp.pipelines.placement.encoders import pipeline_class
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
@@ -104,12 +106,16 @@ class PromptPictures:
 
 
 def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:
-    """Return the most frequent size of the data, as arguments of a pipeline's call."""
+    """Return the most frequent size of the data, as arguments of the pipeline's call.
+
+    Arguments that it does not take are left out: some pipelines choose height and width by a picture.
+    """
     folder = config.data.path if config.data.kind == "latents" else run.folder.path / "latents"
     sizes = Counter((row.frames, row.height, row.width) for row in LatentCache(folder).rows)
     (frames, height, width), _ = sizes.most_common(1)[0]
-    size = {"height": height, "width": width}
-    return size if frames == 1 else {**size, "num_frames": frames}
+    size = {"height": height, "width": width, **({} if frames == 1 else {"num_frames": frames})}
+    taken = inspect.signature(pipeline_class(config.model.pretrained).__call__).parameters
+    return {name: value for name, value in size.items() if name in taken}
 
 
 def _precision(run: Run) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.files import open_regular, parse_json
 from lightning_cp.launch.machine import free_memory_bytes
+from lightning_cp.side_models import CONTROLNET, VACE
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = 16  # per trained weight: its gradient, two averages of AdamW and the EMA, in float32
@@ -47,10 +48,15 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
 
     Activations are not counted. A pipeline on the Hub is checked only if its files are already downloaded.
     """
-    folder = Path(str(read(config, "model.pretrained"))) / str(read(config, "model.component"))
-    weights = sum(_sizes(folder))
-    trained = weights if config.get("lora") is None else 0
-    needed = weights * _BYTES[str(read(config, "model.dtype"))] + trained * _TRAINED_BYTES
+    pipeline, component = Path(str(read(config, "model.pretrained"))), str(read(config, "model.component"))
+    folder, dtype_bytes = pipeline / component, _BYTES[str(read(config, "model.dtype"))]
+    sizes = dict(_sizes(folder))
+    weights, controls = sum(sizes.values()), [x for name, x in sizes.items() if name.startswith(VACE)]
+    trained = (sum(controls) or weights) if config.get("lora") is None else 0
+    needed = weights * dtype_bytes + trained * _TRAINED_BYTES
+    if component == CONTROLNET:  # in float32, with the frozen transformer
+        needed += weights * (_BYTES["float32"] - dtype_bytes)
+        needed += sum(dict(_sizes(pipeline / "transformer")).values()) * dtype_bytes
     free = free_memory_bytes(accelerator) if needed else None
     if free is not None and needed > free:
         where = "GPU memory" if accelerator != "cpu" else "memory"
@@ -61,13 +67,13 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
         )
 
 
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the number of elements of each tensor in the safetensors files of a folder, from their headers."""
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and number of elements of each tensor in the safetensors files of a folder, from their headers."""
     for path in sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
         try:
             with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = parse_json(file.read(length)) if length <= _MAX_HEADER_BYTES else {}
-            yield from (math.prod(x["shape"]) for name, x in header.items() if name != "__metadata__")
+            yield from ((name, math.prod(x["shape"])) for name, x in header.items() if name != "__metadata__")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingsError(f"model.pretrained: {path} is damaged, or cannot be read: {error}") from None

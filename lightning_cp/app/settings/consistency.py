@@ -82,18 +82,38 @@ def check_device(config: DictConfig, accelerator: str) -> None:
         )
 
 
+_REPLICATED_OPTIMIZERS = {  # beginning of the class -> name in conf/optim, and why sharded weights do not work
+    "bitsandbytes.": ("adamw_8bit", "the kernels of bitsandbytes do not take sharded weights"),
+    "prodigyopt.": ("prodigy", "its estimate of the learning rate would see one shard only"),
+    "torch.optim.Adafactor": ("adafactor", "PyTorch's Adafactor does not take sharded weights"),
+}
+_LEAST_FACTOR = 0.05  # of Prodigy's learning rate; those of other optimizers are far below
+
+
 def check_optimizer(config: DictConfig) -> None:
     """Check optim. Raises: SettingsError: its package is missing, or it does not fit the strategy or the precision."""
-    package = str(read(config, "optim._target_")).partition(".")[0]
-    if package == "bitsandbytes" and shards_weights(config):
+    target = str(read(config, "optim._target_"))
+    package = target.partition(".")[0]
+    refused = [value for beginning, value in _REPLICATED_OPTIMIZERS.items() if target.startswith(beginning)]
+    if refused and shards_weights(config):
+        name, reason = refused[0]
         raise SettingsError(
-            "optim=adamw_8bit does not work with strategy=cp_fsdp: the kernels of bitsandbytes do not take sharded "
-            "weights. Use optim=adamw (its states are sharded as well) or strategy=cp"
+            f"optim={name} does not work with strategy=cp_fsdp: {reason}. Use optim=adamw (its states are sharded as "
+            "well) or strategy=cp"
         )
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
-            f"optim._target_={read(config, 'optim._target_')} needs the package {package}, which is not installed: "
-            f"pip install {package}, or use optim=adamw"
+            f"optim._target_={target} needs the package {package}, which is not installed: pip install {package}, or "
+            "use optim=adamw"
+        )
+    if target == "torch.optim.Muon" and config.get("lora") is None:
+        raise SettingsError(
+            "optim=muon trains matrices only, such as those of adapters: use it with lora.rank, or use optim=adamw"
+        )
+    if package == "prodigyopt" and read(config, "optim.lr") < _LEAST_FACTOR:
+        raise SettingsError(
+            f"optim.lr={read(config, 'optim.lr')} is too small for optim=prodigy, which finds the learning rate: "
+            "optim.lr is a factor of that rate. Set optim.lr=1"
         )
     if read(config, "optim.fused") and read(config, "precision") == "16-mixed":
         raise SettingsError(

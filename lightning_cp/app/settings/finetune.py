@@ -15,6 +15,7 @@ from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import modular_error, read_json, read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
+from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
@@ -34,6 +35,9 @@ _SETTINGS = (
     Setting("objective.sigma_range", Either(_NULL, Each(Number(minimum=0, maximum=1), 2))),
     Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
     Setting("objective.sample_posterior", OneOf((None, True, False))),
+    Setting("objective.weighting", OneOf((None, "min_snr", "cosmap", "sigma_sqrt"))),
+    Setting("objective.min_snr_gamma", Either(_NULL, Number(above=0))),
+    Setting("objective.huber_c", Either(_NULL, Number(above=0))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.path", Text()),
     Setting("data.validation", Integer(0)),
@@ -151,6 +155,10 @@ def _check_transformer(config: DictConfig) -> None:
             f"{', '.join(sorted(transformers))}"
         )
     settings = _read(source / component / "config.json", "model.pretrained")
+    if CONTROLNET in index and component == CONTROLNET:
+        base = _read(source / "transformer" / "config.json", "model.pretrained")
+        if error := controlnet_error(str(index[component][-1]), settings, base):
+            raise SettingsError(f"model.pretrained={source}: {error}")
     heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
     if isinstance(heads, int) and ulysses > heads:
         raise SettingsError(

@@ -35,6 +35,7 @@ from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.objectives import Objective, objective_for
 from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class
@@ -65,7 +66,7 @@ class FineTune(TrainingSetup):
         family = cache.family()
         _check_family(config, family)
         _check_dropout(config, family)
-        _check_adapter(config, family)
+        _check_trained(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
@@ -78,22 +79,27 @@ class FineTune(TrainingSetup):
 
     @override
     def denoiser(self) -> nn.Module:
-        config = self.config.model
-        load = meta_transformer if self.shards_weights else load_transformer
-        transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
+        config, side = self.config.model, self.family.components.side
+        load, dtype = meta_transformer if self.shards_weights else load_transformer, _DTYPES[config.dtype]
+        trained = load(config.pretrained, config.component, dtype=dtype if side is None else torch.float32)
         if config.quantize is not None:
-            quantize_base(transformer, config.quantize)
+            quantize_base(trained, config.quantize)
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
-            add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
+            add_lora(trained, settings, family=self.family, component=config.component, seed=self.config.seed)
         else:
-            transformer.requires_grad_(True)
-        transformer.train()
-        self.checkpointed(transformer)
-        if config.compile:
-            transformer.compile_repeated_blocks()
-        built: nn.Module = transformer
-        return built
+            trained.requires_grad_(True)
+        model, parts = trained, [trained]
+        if side is not None:
+            parts.append(load(config.pretrained, "transformer", dtype=dtype))
+            model = SteeredTransformer(parts[-1], trained, side)
+        freeze_base(model, self.family)
+        model.train()
+        for part in parts:
+            self.checkpointed(part)
+            if config.compile:
+                compile_blocks(part)
+        return model
 
     @override
     def module_settings(self) -> dict[str, Any]:
@@ -122,9 +128,10 @@ class FineTune(TrainingSetup):
     @property
     @override
     def base(self) -> str | None:
-        if self.config.lora is None:
+        side = self.family.components.side
+        if self.config.lora is None and side is None and not self.family.trained:
             return None
-        source, component = self.config.model.pretrained, self.config.model.component
+        source, component = self.config.model.pretrained, "transformer" if side else self.config.model.component
         return f"{component} {describe_files(source, [component]).get(component, source)}"
 
     @override
@@ -215,13 +222,25 @@ def _check_family(config: DictConfig, family: Family) -> None:
         )
 
 
-def _check_adapter(config: DictConfig, family: Family) -> None:
-    """Raise FamilyError if a LoRA is to be trained for a model without adapters."""
-    if config.lora is not None and not family.lora_targets:
+def _check_trained(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if a model or an adapter is to be trained that the family does not train."""
+    side, component = family.components.side, config.model.component
+    if side is not None and component != side.component:
         raise FamilyError(
-            f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
-            "weights are trained"
+            f"model.component={component} must be {side.component} for {family.name}, which trains it with the "
+            f"transformer frozen: use experiment=finetune_{family.name}"
         )
+    if config.lora is None or family.lora_targets:
+        return
+    if side is not None or family.trained:
+        raise FamilyError(
+            f"lora must be null for {family.name}, which trains weights of its {component} without adapters: use "
+            f"experiment=finetune_{family.name}"
+        )
+    raise FamilyError(
+        f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
+        "weights are trained"
+    )
 
 
 def _check_dropout(config: DictConfig, family: Family) -> None:
@@ -246,6 +265,9 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
             "which is no class of diffusers"
         )
     check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+    if family.components.side is not None:
+        base = read_json(local_pipeline(source, "transformer", setting="model.pretrained") / "transformer/config.json")
+        check_fits(source, "transformer", str(base.get("_class_name")), base, cache.sample(0))
     facts = pipeline_facts(folder, family.facts)
     replaced = [name for name in facts if config.objective.get(name) is not None]
     check_cache(cache.folder, family, cache.sample(0), source, facts, replaced)

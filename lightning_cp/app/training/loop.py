@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.app.training.run import Run
+from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
@@ -59,22 +60,15 @@ class LoopSettings:
 
     Args:
         max_steps: total number of steps, including steps before a resume.
-        lr: learning rate after warm-up. The schedule does not depend on `max_steps`, so a longer run continues exactly.
-        warmup_steps: number of steps of linear learning-rate warm-up.
+        schedule: factor of the learning rate of each parameter group by step.
         checkpoint_every: steps between checkpoints; a checkpoint is also written after the last step.
         tokens: tokens per sample, for tokens/s.
     """
 
     max_steps: int
-    lr: float
-    warmup_steps: int
+    schedule: Schedule
     checkpoint_every: int
     tokens: int
-
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step. Args: step: step number, counted from 1."""
-        # Not torch's LinearLR: the rate is a function of the step alone, so that a resumed run needs no saved schedule.
-        return self.lr * min(1.0, step / max(1, self.warmup_steps))
 
 
 class Steps:
@@ -109,6 +103,8 @@ class Steps:
         self._run, self._settings, self._writer = run, settings, writer
         self._trace, self._guard, self._watchers = trace, guard, watchers
         self._validate, self._after_step = validate, after_step
+        self._groups = run.state.optimizer.param_groups
+        self._rates = [float(group["lr"]) for group in self._groups]  # each group's own
         self._ended = time.perf_counter()
         self._loss = self._norm = self._sigma = float("nan")
         self._sums: list[Tensor] = []  # loss and sigma of this rank's micro-batches so far
@@ -122,8 +118,9 @@ class Steps:
     def begin(self) -> None:
         """Set the learning rate and start the trace. Call it before the forward."""
         self._trace.begin(self._run.state.step + 1)
-        for group in self._run.state.optimizer.param_groups:
-            group["lr"] = self._settings.lr_at(self._run.state.step + 1)
+        factor = self._settings.schedule.factor(self._run.state.step + 1)
+        for group, rate in zip(self._groups, self._rates, strict=True):
+            group["lr"] = rate * factor
         self._sums = []
 
     def add(self, loss: Tensor, sigma: Tensor) -> Tensor:
@@ -233,7 +230,7 @@ class Steps:
         self._ended = time.perf_counter()
         seconds = self._ended - before
         tokens = state.sampler.batch_size * self._settings.tokens
-        rate = self._settings.lr_at(state.step)
+        rate = self._groups[0]["lr"]
         measured_loss = self._validate(self._run)
         val_loss = math.nan if measured_loss is None else measured_loss
         report = StepReport(

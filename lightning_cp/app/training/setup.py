@@ -21,6 +21,7 @@ from lightning_cp.app.terminal import printable
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, check_same_checkpoint, open_run_folder
+from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
@@ -175,8 +176,9 @@ class TrainingSetup(ABC):
         config = self.config
         settings = LoopSettings(
             max_steps=config.max_steps,
-            lr=config.optim.lr,
-            warmup_steps=config.warmup_steps,
+            schedule=Schedule(
+                config.lr_schedule, config.warmup_steps, config.lr_steps or config.max_steps, config.lr_cycles
+            ),
             checkpoint_every=config.checkpoint_every,
             tokens=self.tokens,
         )

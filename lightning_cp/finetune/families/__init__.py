@@ -9,6 +9,7 @@ from lightning_cp.finetune.families.family import (
     Media,
     ObjectiveDefaults,
     Sample,
+    SideModel,
     Stored,
     TextStorage,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "ObjectiveDefaults",
     "ResolutionShift",
     "Sample",
+    "SideModel",
     "Stored",
     "StoredBatch",
     "TextStorage",

@@ -9,15 +9,19 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+def latent_moments(vae: Any, pixels: Tensor, *, channels_last: bool = True) -> tuple[Tensor, Tensor]:
     """Return mode and standard deviation of the VAE's latent distribution, in the VAE's dtype.
 
     Latents of an autoencoder without a distribution (Sana's) are the mode, with deviation 0.
 
-    Args: pixels: in [-1, 1], in the layout that the VAE takes.
+    Args:
+        pixels: in [-1, 1], in the layout that the VAE takes.
+        channels_last: memory format of pictures [b, 3, h, w]: that of diffusers' image processor, or of a copy. In
+            another one than the pipeline's, kernels round differently.
     """
-    if pixels.dim() == 4:  # the memory format of diffusers' image processor; in another one, kernels round differently
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
+    if pixels.dim() == 4:
+        format = torch.channels_last if channels_last else torch.contiguous_format
+        pixels = pixels.contiguous(memory_format=format)
     encoded = vae.encode(pixels.to(device=vae.device, dtype=vae.dtype))
     if not hasattr(encoded, "latent_dist"):
         return encoded.latent, torch.zeros_like(encoded.latent)
@@ -34,6 +38,6 @@ def decode_latents(vae: Any, latents: Tensor) -> Tensor:
     return (pixels.float() / 2 + 0.5).clamp(0, 1)
 
 
-def latent_mode(vae: Any, pixels: Tensor) -> Tensor:
+def latent_mode(vae: Any, pixels: Tensor, *, channels_last: bool = True) -> Tensor:
     """Return the mode of the VAE's latent distribution, see `latent_moments`."""
-    return latent_moments(vae, pixels)[0]
+    return latent_moments(vae, pixels, channels_last=channels_last)[0]

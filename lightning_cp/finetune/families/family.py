@@ -34,16 +34,39 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
+class SideModel:
+    """A model that runs before the transformer and steers it, such as a ControlNet. Only the side model is trained.
+
+    Args:
+        component: its name in the pipeline.
+        outputs: names of the transformer's arguments that take its outputs, in order.
+    """
+
+    component: str
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Components:
     """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None).
 
-    `after_encode_prompt` are those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
+    Args:
+        text, media: components that encode.
+        train: the transformers.
+        after_encode_prompt: those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
+        side: the model that is trained while the transformer is frozen.
     """
 
     text: tuple[str, ...]
     media: tuple[str, ...] = ("vae",)
     train: tuple[str, ...] = ("transformer",)
     after_encode_prompt: tuple[str, ...] = ()
+    side: SideModel | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the transformers and the side model: all models with trained or frozen weights in training."""
+        return self.train if self.side is None else (*self.train, self.side.component)
 
 
 @dataclass(frozen=True)
@@ -169,11 +192,16 @@ class Family(ABC):
         lora_targets: default `target_modules` of a LoRA; empty: the transformer takes no adapters.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
+        condition_entries: names of arguments with conditions, which may be rounded like the noisy latents in bfloat16.
         default_frames: frames of a clip, if the pipeline's call has no default.
         optional_reference: True if the pipeline samples with and without references: the data have one for each
             sample, or none.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
             once for each sample.
+        one_prompt: True if the pipeline's call takes one text, not a list.
+        trained: prefixes of the names of the transformer's weights that are trained, the others are frozen; empty: all.
+        reference_clips: True if references are clips, as long as the samples; False: pictures.
+        picture: name of the argument of the pipeline's call with a condition's picture.
     """
 
     name: ClassVar[str]
@@ -184,9 +212,14 @@ class Family(ABC):
     outputs: ClassVar[int] = 1
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)
     time_entry: ClassVar[str] = "timestep"
+    condition_entries: ClassVar[tuple[str, ...]] = ()
     default_frames: ClassVar[int] = 1
     optional_reference: ClassVar[bool] = False
     one_per_call: ClassVar[bool] = False
+    one_prompt: ClassVar[bool] = False
+    trained: ClassVar[tuple[str, ...]] = ()
+    reference_clips: ClassVar[bool] = False
+    picture: ClassVar[str] = "image"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -257,6 +290,8 @@ class Family(ABC):
     @abstractmethod
     def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         """Build the transformer's keyword arguments, whole on every rank (with `return_dict=False`).
+
+        With a side model, the arguments of its call are a dict under its component's name.
 
         Args:
             noisy: noisy latents in x0's layout.

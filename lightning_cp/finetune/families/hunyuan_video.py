@@ -1,4 +1,4 @@
-"""HunyuanVideo and HunyuanVideo 1.5, text to video.
+"""HunyuanVideo, text to video; HunyuanVideo 1.5, text to video and image to video.
 
 The transformers take unpacked latents, times in [0, 1000], and text with padding and a mask.
 """
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
+from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
     Components,
     Facts,
@@ -27,6 +28,7 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
 )
 from lightning_cp.finetune.families.masked_text import call_default
+from lightning_cp.finetune.families.media import condition_image, to_images
 from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 
@@ -162,13 +164,62 @@ class HunyuanVideo15(HunyuanVideo):
 
     @override
     def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        channels, embeds = noisy.shape[1], self.facts["image_embeds"]
         arguments = self.shared_inputs(noisy, times, stored, options)
+        condition = self.condition(noisy, stored).to(options.dtype)
         return {
             **arguments,
-            "hidden_states": F.pad(arguments["hidden_states"], (0, 0, 0, 0, 0, 0, 0, channels + 1)),
+            "hidden_states": torch.cat([arguments["hidden_states"], condition], dim=1),
             "timestep": arguments["timestep"].to(options.dtype),  # the transformer takes no other dtype
             "encoder_hidden_states_2": stored["quoted_embeds"].to(options.dtype),
             "encoder_attention_mask_2": stored["quoted_mask"].to(options.dtype),
-            "image_embeds": torch.zeros(len(noisy), *embeds, dtype=options.dtype, device=noisy.device),
+            "image_embeds": self.image_embeds(noisy, stored).to(options.dtype),
         }
+
+    def condition(self, noisy: Tensor, stored: Stored) -> Tensor:
+        """Return the channels after those of the noisy latents: condition and mask, [b, c + 1, f, h, w]."""
+        return F.pad(torch.zeros_like(noisy), (0, 0, 0, 0, 0, 0, 0, 1))
+
+    def image_embeds(self, noisy: Tensor, stored: Stored) -> Tensor:
+        """Return embeddings of a picture, [b, length, dim]; zeros stand for none."""
+        return torch.zeros(len(noisy), *self.facts["image_embeds"], device=noisy.device)
+
+
+class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+    """HunyuanVideo 1.5, image to video. The first frame of each clip in "pixels" is the condition."""
+
+    name = "hunyuan_video15_image_to_video"
+    pipelines = ("HunyuanVideo15ImageToVideoPipeline",)
+    components = Components(
+        text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        media=("vae", "image_encoder", "feature_extractor"),
+    )
+
+    @override
+    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
+        samples, first = super().encode_media(pipe, media), media["pixels"][:, :, :1]
+        for sample, frame, image in zip(samples, first, to_images(first), strict=True):
+            sample["condition"] = latent_mode(pipe.vae, frame[None])[0]
+            with torch.no_grad():
+                embeds = pipe.encode_image(image, 1, pipe.image_encoder.device, pipe.image_encoder.dtype)
+            sample["image_embeds"] = embeds[0]
+        return samples
+
+    @override
+    def default_sides(self, pipe: Any) -> dict[str, int]:
+        sides = pipe.video_processor.calculate_default_height_width(9, 16, pipe.target_size)
+        return dict(zip(("height", "width"), sides, strict=True))
+
+    @override
+    def call_arguments(self, media: Media) -> dict[str, Any]:
+        return {"image": condition_image(media["pixels"])}
+
+    @override
+    def condition(self, noisy: Tensor, stored: Stored) -> Tensor:
+        latents = self.clean({"latents": stored["condition"]})
+        of_first = F.pad(latents, (0, 0, 0, 0, 0, 0, 0, 1), value=1.0)
+        return F.pad(of_first, (0, 0, 0, 0, 0, noisy.shape[2] - 1))
+
+    @override
+    def image_embeds(self, noisy: Tensor, stored: Stored) -> Tensor:
+        embeds: Tensor = stored["image_embeds"]
+        return embeds

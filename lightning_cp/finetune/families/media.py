@@ -18,7 +18,12 @@ def condition_image(pixels: Tensor) -> Image | list[Image]:
 
 def to_images(pixels: Tensor) -> list[Image]:
     """Convert the first frames of clips to PIL images, rounded to 8 bits. Args: pixels: [b, 3, f, h, w] in [-1, 1]."""
+    return [clip[0] for clip in to_clips(pixels[:, :, :1])]
+
+
+def to_clips(pixels: Tensor) -> list[list[Image]]:
+    """Convert clips to lists of PIL images, rounded to 8 bits. Args: pixels: [b, 3, f, h, w] in [-1, 1]."""
     from PIL.Image import fromarray  # a dependency of diffusers' pipelines
 
-    frames = ((pixels[:, :, 0].float() + 1) * 127.5).round().clamp(0, 255).byte()
-    return [fromarray(frame.permute(1, 2, 0).cpu().numpy()) for frame in frames]
+    clips = ((pixels.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 4, 1).cpu().numpy()
+    return [[fromarray(frame) for frame in clip] for clip in clips]

@@ -10,6 +10,7 @@ from lightning_cp.finetune.families.family import Facts, Family
 
 _OURS = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
     "flux": ("flux", "Flux", "FluxPipeline"),
+    "flux_controlnet": ("controlnet", "FluxControlNet", "FluxControlNetPipeline"),
     "flux_kontext": ("flux", "FluxKontext", "FluxKontextPipeline"),
     "flux2": ("flux2", "Flux2", "Flux2Pipeline"),
     "flux2_klein": ("flux2", "Flux2Klein", "Flux2KleinPipeline"),
@@ -21,16 +22,23 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "ltx2_image_to_video": ("ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
     "wan": ("wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
+    "wan_vace": ("wan_vace", "WanVACE", "WanVACEPipeline"),
     "cogvideox": ("cogvideox", "CogVideoX", "CogVideoXPipeline"),
     "cogvideox_image_to_video": ("cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
     "sd3": ("sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
+    "qwen_image_controlnet": ("controlnet", "QwenImageControlNet", "QwenImageControlNetPipeline"),
     "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
     "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
     "z_image": ("z_image", "ZImage", "ZImagePipeline"),
     "sana": ("sana", "Sana", "SanaPipeline"),
     "hunyuan_video": ("hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
     "hunyuan_video15": ("hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
+    "hunyuan_video15_image_to_video": (
+        "hunyuan_video",
+        "HunyuanVideo15ImageToVideo",
+        "HunyuanVideo15ImageToVideoPipeline",
+    ),
     "pixart_sigma": ("pixart", "PixArtSigma", "PixArtSigmaPipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name

@@ -51,8 +51,8 @@ class Wan(Family):
             "patch": list(transformer.config.patch_size),
             "latents_mean": list(pipe.vae.config.latents_mean),
             "latents_std": list(pipe.vae.config.latents_std),
-            "expand_timesteps": bool(pipe.config.expand_timesteps),
-            "boundary_ratio": pipe.config.boundary_ratio,
+            "expand_timesteps": bool(pipe.config.get("expand_timesteps")),
+            "boundary_ratio": pipe.config.get("boundary_ratio"),
             "text_length": 512,
             "shift": shift_facts(pipe.scheduler),
         }

@@ -4,7 +4,7 @@ from lightning_cp.finetune.family_check.batch import batch_proof
 from lightning_cp.finetune.family_check.capture import capture_proof
 from lightning_cp.finetune.family_check.check import check_family
 from lightning_cp.finetune.family_check.oracle import oracle_proof
-from lightning_cp.finetune.family_check.pipeline_calls import transformers_of
+from lightning_cp.finetune.family_check.pipeline_calls import training_models, transformers_of
 from lightning_cp.finetune.family_check.proof import FamilyReport, Proof, store
 from lightning_cp.finetune.family_check.topology import topology_proof
 
@@ -17,5 +17,6 @@ __all__ = [
     "oracle_proof",
     "store",
     "topology_proof",
+    "training_models",
     "transformers_of",
 ]

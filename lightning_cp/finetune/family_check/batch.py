@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_cp.finetune.families import Family, Media, collate
-from lightning_cp.finetune.family_check.pipeline_calls import transformers_of
+from lightning_cp.finetune.family_check.pipeline_calls import training_models
 from lightning_cp.finetune.family_check.proof import Proof, store
 from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.objective import activation_dtype
@@ -27,7 +27,7 @@ def batch_proof(pipe: Any, family: Family, captions: Sequence[str], media: Media
     together = collate(samples, family.text)
     alone = [collate([sample], family.text) for sample in samples]
     objective, errors, tolerance = objective_for(family, seed=0), [0.0], 1.0
-    for transformer in transformers_of(pipe, family.components):
+    for transformer in training_models(pipe, family):
         losses = objective.sample_losses(transformer, family, together, step=3, first_index=0)
         singles = torch.cat(
             [objective.sample_losses(transformer, family, x, step=3, first_index=i) for i, x in enumerate(alone)]

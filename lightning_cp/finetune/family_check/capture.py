@@ -17,6 +17,7 @@ from lightning_cp.finetune.family_check.pipeline_calls import (
     guidance_settings,
     passed_arguments,
     transformers_of,
+    with_prefix,
 )
 from lightning_cp.finetune.family_check.proof import Proof, store
 from lightning_cp.finetune.objectives.objective import activation_dtype
@@ -38,7 +39,7 @@ def capture_proof(
     differ by two roundings, because pipelines normalise conditions and scale times in that dtype.
     """
     settings = guidance_settings(pipe, [negative] * len(captions))
-    negatives = list(settings.get("negative_prompt", [""] * len(captions)))  # a copy: some pipelines change the list
+    negatives = settings.get("negative_prompt", [""] * len(captions))
     if "guidance_scale" in inspect.signature(pipe.__call__).parameters:
         settings.setdefault("guidance_scale", _GUIDANCE)
     record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
@@ -49,16 +50,27 @@ def capture_proof(
     guidance = settings.get("guidance_scale", _GUIDANCE)
     errors: dict[str, float] = {}
     for step in range(_STEPS):
+        first = step * per_step
         branches = [_arguments(pipe, family, record, x, step, guidance) for x in samples]
-        calls = record.calls[step * per_step : (step + 1) * per_step]
+        if (rule := family.components.side) is not None:  # it runs once, with the prompt, for both branches
+            steering = {**with_prefix(rule, branches[0][rule.component]), **record.steering[first]}
+            branches = [{**x, **steering} for x in branches]
+            for x in branches:
+                x.pop(rule.component)
+        calls = record.calls[first : first + per_step]
         for name, error in _differences(calls, branches, len(captions)):
-            if step == 0 or name.split()[-1] not in family.entries:
+            if step == 0 or _argument(name) not in family.entries:
                 errors[name] = max(errors.get(name, 0.0), error)
     exact = activation_dtype(transformers_of(pipe, family.components)[0]) == torch.float32
-    rounded = (*family.entries, family.time_entry)
-    allowed = {name: 0.0 if exact or name.split()[-1] not in rounded else _ROUNDING for name in errors}
+    rounded = (*family.entries, family.time_entry, *family.condition_entries)
+    allowed = {name: 0.0 if exact or _argument(name) not in rounded else _ROUNDING for name in errors}
     worst = max(errors, key=lambda name: (errors[name] > allowed[name], errors[name]))
     return Proof("capture", errors[worst], allowed[worst], worst if errors[worst] else "")
+
+
+def _argument(name: str) -> str:
+    """Return the name of an argument without its branch and its model."""
+    return name.split()[-1].rpartition(".")[2]
 
 
 def _arguments(

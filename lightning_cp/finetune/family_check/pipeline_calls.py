@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families import Components, Family, Media
+from lightning_cp.finetune.families import Components, Family, Media, SideModel
 from lightning_cp.finetune.objectives.objective import first_outputs
+from lightning_cp.finetune.side import SteeredTransformer, steering_arguments
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
@@ -23,14 +24,17 @@ class Recording:
     """Record of a pipeline call.
 
     Attributes:
-        calls: keyword arguments of each call of a transformer, in order.
+        calls: keyword arguments of each call of a transformer, in order. Those of the side model's last call are among
+            them, with its name, such as "controlnet.hidden_states".
         outputs: what `Family.prediction` takes of the output of each call.
+        steering: for each call, the outputs of the side model's last call, by the names of the transformer's arguments.
         noises: tensors that the pipeline drew with `randn_tensor`, in order.
         result: the pipeline's output.
     """
 
     calls: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    steering: list[dict[str, Any]] = field(default_factory=list)
     noises: list[Tensor] = field(default_factory=list)
     result: Any = None
 
@@ -44,6 +48,17 @@ def transformers_of(pipe: Any, components: Components) -> list[nn.Module]:
     if not found:
         raise FamilyError(f"{type(pipe).__name__} has no transformer: load one of {', '.join(components.train)}")
     return found
+
+
+def training_models(pipe: Any, family: Family) -> list[nn.Module]:
+    """Return the modules that training calls with the arguments of `Family.inputs`: the transformers of a pipeline.
+
+    A transformer with a side model is one `SteeredTransformer`.
+    """
+    models, rule = transformers_of(pipe, family.components), family.components.side
+    if rule is None:
+        return models
+    return [SteeredTransformer(model, getattr(pipe, rule.component), rule) for model in models]
 
 
 @torch.no_grad()
@@ -68,17 +83,20 @@ def call(
         settings: arguments of the call.
     """
     pixels = media["pixels"]
-    sizes: dict[str, Any] = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
-    if "num_frames" in inspect.signature(pipe.__call__).parameters:
-        sizes["num_frames"] = pixels.shape[2]
+    parameters = inspect.signature(pipe.__call__).parameters  # some choose height and width by a picture
+    named = zip(("num_frames", "height", "width"), pixels.shape[2:], strict=True)
+    sizes: dict[str, Any] = {name: size for name, size in named if name in parameters}
+    texts: dict[str, Any] = {"prompt": list(captions)}
+    texts |= {name: list(x) for name, x in settings.items() if name == "negative_prompt"}
+    if family.one_prompt:
+        texts = {name: x[0] for name, x in texts.items()}
     record = Recording()
     with _recorded(pipe, family, record, answer):
         record.result = pipe(
-            prompt=list(captions),
             generator=torch.Generator("cpu").manual_seed(seed),
             **sizes,
             **family.call_arguments(media),
-            **settings,
+            **{**settings, **texts},
         )
     return record
 
@@ -110,8 +128,11 @@ def _recorded(
         record.noises.append(noise.clone())
         return noise
 
-    around = (_recording(module, record, answer, family.outputs) for module in modules)
+    side: dict[str, dict[str, Any]] = {"arguments": {}, "outputs": {}}
+    around = (_recording(module, record, answer, family.outputs, side) for module in modules)
     undo = [intercept_method(module, "forward", each) for module, each in zip(modules, around, strict=True)]
+    if (rule := family.components.side) is not None:
+        undo.append(intercept_method(getattr(pipe, rule.component), "forward", _recording_side(rule, side)))
     if draw is not None:
         undo.append(set_attribute(drawing, "randn_tensor", drawn))
     undo.append(set_attribute(posterior, "randn_tensor", _no_noise))
@@ -125,15 +146,35 @@ def _no_noise(shape: Sequence[int], **kwargs: Any) -> Tensor:
     return torch.zeros(tuple(shape), device=kwargs.get("device"), dtype=kwargs.get("dtype"))
 
 
+def _recording_side(rule: SideModel, side: dict[str, dict[str, Any]]) -> Around:
+    """Wrap a side model's forward: keep the named arguments and the outputs of its last call in `side`."""
+
+    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = forward(*args, **kwargs)
+        side["arguments"] = with_prefix(rule, kwargs)
+        side["outputs"] = steering_arguments(rule, output)
+        return output
+
+    return around
+
+
 def _recording(
-    module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Any] | None, outputs: int
+    module: nn.Module,
+    record: Recording,
+    answer: Callable[[dict[str, Any]], Any] | None,
+    outputs: int,
+    side: dict[str, dict[str, Any]],
 ) -> Around:
-    """Wrap a transformer's forward: record its arguments and output; with `answer`, do not run it."""
+    """Wrap a transformer's forward: record its arguments and output; with `answer`, do not run it.
+
+    Args: side: arguments and outputs of the side model's last call.
+    """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        record.calls.append(passed_arguments(given))
+        record.calls.append(passed_arguments({**given, **side["arguments"]}))
+        record.steering.append(side["outputs"])
         if answer is None:
             output = forward(*args, **kwargs)
         else:
@@ -143,6 +184,11 @@ def _recording(
         return output
 
     return around
+
+
+def with_prefix(rule: SideModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the passed arguments of a side model, with its component before their names."""
+    return {f"{rule.component}.{name}": x for name, x in passed_arguments(arguments).items()}
 
 
 def passed_arguments(given: dict[str, Any]) -> dict[str, Any]:

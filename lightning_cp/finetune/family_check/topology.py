@@ -16,6 +16,7 @@ from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.family_check.proof import Proof
 from lightning_cp.finetune.objectives.default import objective_for
 from lightning_cp.finetune.objectives.objective import Objective, activation_dtype
+from lightning_cp.finetune.side import freeze_base, models_by_component
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # many transformers cast to float32 inside
 _FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias
@@ -27,20 +28,23 @@ def topology_proof(
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
     Args:
-        transformer: not context-parallel; it is copied. Weights in half precision are compared in float32, those in
+        transformer: not context-parallel, with its side model if it has one (`training_models`). Weights that the
+            family does not train are frozen. It is copied. Weights in half precision are compared in float32, those in
             float64 with latents and loss in float64.
         stored: the same batch on every rank.
         config: degrees; all ranks of the world are one context group.
     Ranks: all of the world. Returns: the same result on every rank.
     """
+    freeze_base(transformer, family)
     dtype, alone = activation_dtype(transformer), transformer
     if dtype not in _TOLERANCE:
         dtype, alone = torch.float32, copy.deepcopy(transformer).float()
     objective = replace(objective_for(family, seed=0), loss_dtype=dtype)
     parallel = copy.deepcopy(alone)
     loss, gradients = _gradients(objective, alone, family, stored, step)
-    apply_context_parallel(parallel, config)
-    installed = installed_on(parallel)
+    for model in models_by_component(parallel, "transformer").values():
+        apply_context_parallel(model, config)
+    installed = installed_on(model)
     assert installed is not None, "it was applied"
     assert installed.session.groups.data_size == 1, "all ranks are one context group"
     loss_here, gradients_here = _gradients(objective, parallel, family, stored, step)

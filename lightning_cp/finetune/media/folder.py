@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(?P<name>.+)\.reference[-_. ]?\d+")  # names of several
 def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     """Find the images and videos in a folder and below it, sorted by path; hidden files are left out.
 
-    `a.reference.png` is the reference of `a.png`.
+    `a.reference.png` is the reference of `a.png`; `a.reference.mp4` that of `a.mp4`, its control clip.
 
     Raises: DataError: a folder or a caption file cannot be read, or a file has several references.
     """
@@ -86,7 +86,7 @@ def _references(media: list[Path]) -> dict[str, Path]:
     """Return the references of a folder by the name of the media. Raises: DataError: several are of the same media."""
     found: dict[str, Path] = {}
     stems = {file.stem for file in media}
-    for file in filter(is_image, media):
+    for file in media:
         numbered = _NUMBERED.fullmatch(file.stem)
         if numbered is not None and numbered["name"] in stems:
             raise DataError(f"{file} is one of several references of {numbered['name']}: {ONE_REFERENCE}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
+from lightning_cp.errors import MediaError
 from lightning_cp.finetune.media.audio import read_sound
 from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
 from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
 from lightning_cp.finetune.media.images import WHITE, Color, read_image
-from lightning_cp.finetune.media.source import Source
+from lightning_cp.finetune.media.source import Source, is_video
 from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, resampled_frames
 
 
@@ -25,7 +28,7 @@ class LoadedMedia:
         bucket: their size.
         crop: the part of the image or video that they show.
         fps: frames per second; None for images.
-        reference: float32 [3, 1, h, w] in [-1, 1]; None if the source has none.
+        reference: float32 [3, 1, h, w] in [-1, 1], or [3, f, h, w] of a video; None if the source has none.
         sound: float32 [2, samples] in [-1, 1]; None without `sound_rate`, and for sources without an audio track.
     """
 
@@ -49,7 +52,7 @@ def load_media(
 ) -> LoadedMedia:
     """Read a source, choose its bucket with `nearest_bucket`, and crop and resize it with `fit`.
 
-    The reference is cropped and resized, too.
+    The reference is cropped and resized, too. Of a reference video, the same time is read.
 
     Args:
         buckets: one, or several to choose from.
@@ -74,12 +77,26 @@ def load_media(
             sound = read_sound(source.file, rate=sound_rate, start_s=source.start_s, duration_s=bucket.frames / rate)
         if source.reference is not None:
             with failures_of(source.reference):
-                image = read_image(source.reference, background=background).unsqueeze(1)
+                if is_video(source.reference):
+                    read = _read_control(source, source.reference, bucket.frames, fps, rate)
+                else:
+                    read = read_image(source.reference, background=background).unsqueeze(1)
                 height, width = bucket.height, bucket.width
                 if reference_size is not None:
                     height, width = reference_size(height=height, width=width)
-                reference, _ = fit(image, Bucket(1, height, width), max_upscale=max_upscale)
+                reference, _ = fit(read, Bucket(read.shape[1], height, width), max_upscale=max_upscale)
     return LoadedMedia(fitted, bucket, crop, rate, reference, sound)
+
+
+def _read_control(source: Source, file: Path, frames: int, fps: float | None, rate: float | None) -> Tensor:
+    """Read the frames of a reference video that belong to a clip. Args: fps, rate: as set, and of the clip."""
+    found = probe(file).fps
+    if fps is None and rate is not None and not math.isclose(found, rate, rel_tol=1e-3):
+        raise MediaError(
+            f"has {found:g} frames per second, but {source.file.name} has {rate:g}: set one rate for both, such as "
+            f"precompute.fps={rate:g}"
+        )
+    return read_clip(file, frames=frames, fps=fps, start_s=source.start_s, end_s=source.end_s)
 
 
 def _read_video(

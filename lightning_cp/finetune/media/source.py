@@ -29,7 +29,7 @@ class Source:
         repeats: number of times that an epoch has this source.
         start_s: start of the clip in seconds from the first frame; 0 for images.
         end_s: end of the clip in seconds from the first frame, excluded; None: to the end of the video.
-        reference: an image that belongs to the sample, for models that edit images.
+        reference: an image that belongs to the sample, for models that edit images; or a control image or video.
     """
 
     id: str

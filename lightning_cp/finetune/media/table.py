@@ -63,8 +63,8 @@ def _entry(folder: Path, row: Row) -> Entry:
     if isinstance(row.values.get("reference"), list):
         raise DataError(f"{row.where}: reference={row.values['reference']!r} is a list: {ONE_REFERENCE}")
     reference = row.path("reference", folder)
-    if reference and not is_image(reference):
-        raise DataError(f"{row.where}: reference={reference.name} must be an image")
+    if reference and not (is_image(reference) or is_video(reference)):
+        raise DataError(f"{row.where}: reference={reference.name} must be an image or a video")
     name = Path(os.path.relpath(file, folder)).as_posix()
     id = clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}"
     repeats = row.integer("repeats", least=1, most=REPEATS)

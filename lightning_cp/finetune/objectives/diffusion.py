@@ -12,20 +12,25 @@ from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.finetune.objectives.weighting import check_weighting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diffusion(Objective):
     """Train noise or velocity at `x = sqrt(a_t)·x0 + sqrt(1 - a_t)·noise`, t uniform.
 
-    a_t is the scheduler's `alphas_cumprod`, and its `prediction_type` selects the target. The loss is unweighted. For
-    v-prediction that is the published loss of CogVideoX: (x0 error)² / (1 - a_t) equals (v error)².
+    a_t is the scheduler's `alphas_cumprod`, and its `prediction_type` selects the target. By default, the loss is
+    unweighted. For v-prediction that is the published loss of CogVideoX: (x0 error)² / (1 - a_t) equals (v error)².
 
     Args:
         time_range: train only on lowest <= t < highest; None: all times of the scheduler.
     """
 
     time_range: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weighting(self.weighting, self.min_snr_gamma, self.huber_c, is_flow=False)
 
     @override
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family, ResolutionShift
 from lightning_cp.finetune.objectives.density import Density, LogitNormal, shifted, unshifted
 from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.finetune.objectives.weighting import check_weighting
 
 _log = logging.getLogger(__name__)
 _MOST_DRAWS = 10_000
@@ -36,6 +37,7 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_weighting(self.weighting, self.min_snr_gamma, self.huber_c, is_flow=True)
         low, high = self.sigma_range
         if not 0 <= low < high <= 1:
             raise ValueError(f"sigma_range={self.sigma_range} must be (lowest, highest) within (0, 1)")

@@ -17,6 +17,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
 from lightning_cp.finetune.objectives.fabric_call import call_unrounded
+from lightning_cp.finetune.objectives.weighting import loss_weight, pseudo_huber
 from lightning_cp.training.noise import sample_dropped, sample_noise
 
 _NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
@@ -55,6 +56,11 @@ class Objective(ABC):
         sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: the family's default.
         dtype: dtype of the transformer's activations; None: the dtype of its parameters.
         loss_dtype: dtype of latents, target and loss. float64 is for proofs.
+        weighting: weight of a sample's loss by its noise level: "min_snr", and with flow matching "cosmap" or
+            "sigma_sqrt", as diffusers names them; None: 1.
+        min_snr_gamma: the largest signal-to-noise ratio that counts with "min_snr".
+        huber_c: pseudo-Huber error, which is linear for differences that are large against this number; None: the
+            squared error.
     """
 
     seed: int
@@ -63,6 +69,9 @@ class Objective(ABC):
     sample_posterior: bool | None = None
     dtype: torch.dtype | None = None
     loss_dtype: torch.dtype = torch.float32
+    weighting: str | None = None
+    min_snr_gamma: float = 5.0
+    huber_c: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.cond_dropout <= 1:
@@ -124,8 +133,12 @@ class Objective(ABC):
         arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
         output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
-        losses = [_mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
+        losses = [self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
+        if self.weighting is None:
+            return loss
+        sigma = self.sigma(family, noised.times).to(loss.dtype)
+        return loss * loss_weight(self.weighting, sigma, family.objective.prediction, self.min_snr_gamma)
 
     def noised(
         self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0, times: Tensor | None = None
@@ -182,6 +195,16 @@ class Objective(ABC):
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noisy latents and the target, both like `clean`."""
 
+    def _mean_error(self, predicted: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the mean error of each sample, weighted by the mask, [b]."""
+        difference = predicted.to(target.dtype) - target
+        error = difference.square() if self.huber_c is None else pseudo_huber(difference, self.huber_c)
+        if mask is None:
+            return error.flatten(1).mean(dim=1)
+        weights = mask.to(error.dtype).expand_as(error).flatten(1)
+        total = weights.sum(dim=1)
+        return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
+
     @staticmethod
     def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
         """Return the index of a batch's first sample in the global batch: data rank times batch size."""
@@ -198,16 +221,6 @@ def _noise(clean: Latents, *, stream: int, **key: int) -> dict[str, Tensor]:
         name: sample_noise(x.shape, **key, stream=stream + _NEXT_STREAM * i, device=x.device, dtype=x.dtype)
         for i, (name, x) in enumerate(by_name(clean).items())
     }
-
-
-def _mean_error(predicted: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean squared error of each sample, weighted by the mask, [b]."""
-    error = (predicted.to(target.dtype) - target).square()
-    if mask is None:
-        return error.flatten(1).mean(dim=1)
-    weights = mask.to(error.dtype).expand_as(error).flatten(1)
-    total = weights.sum(dim=1)
-    return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
 
 
 def first_outputs(output: Any, number: int) -> Any:

@@ -79,6 +79,12 @@ def _reason(source: Source, family: Family, buckets: Sequence[Bucket]) -> str | 
         return "is the contact sheet of a latent cache"
     if source.is_video and not family.grid.frame_step:
         return f"is a video, but {family.name} trains on pictures"
+    reference = source.reference
+    if family.reference_clips and reference is not None and is_video(reference) != source.is_video:
+        kinds = ("a video", "a picture") if source.is_video else ("a picture", "a video")
+        return f"is {kinds[0]}, but its reference {reference.name} is {kinds[1]}: {family.name} takes two of a kind"
+    if reference is not None and is_video(reference) and not family.reference_clips:
+        return f"has the video {reference.name} as its reference, but {family.name} takes no control clips"
     if not buckets_for(source, buckets):
         least = min(bucket.frames for bucket in buckets)
         return (

@@ -42,7 +42,7 @@ def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | N
     components = family_class(kind).components
     _check_components(source, index, kind, (*components.text, *components.media))
     configs = {
-        name: _config_of(source, name, index[name], dtype) for name in components.train if _is_there(index, name)
+        name: _config_of(source, name, index[name], dtype) for name in components.models if _is_there(index, name)
     }
     if not configs:
         raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
@@ -139,8 +139,10 @@ def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype)
     if library != "diffusers":
         raise ValueError(f"{_SETTING}={source} {_CODE}: its {name} is {library}.{class_name}")
     kind = getattr(diffusers, class_name, None)
-    if kind is None:
-        raise FamilyError(f"{name} of {source} is a {class_name}, which is not in diffusers {diffusers.__version__}")
+    if kind is None or not hasattr(kind, "load_config"):  # unknown, or several ControlNets in one module
+        raise FamilyError(
+            f"{name} of {source} is a {class_name}, which is not a single model of diffusers {diffusers.__version__}"
+        )
     try:
         config = kind.load_config(source, subfolder=name)
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
-from lightning_cp.compat.torch_names import process_groups
+from lightning_cp.compat.torch_names import in_bad_fork, process_groups
 from lightning_cp.launch.rendezvous import served_address
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.groups import cached_groups
@@ -59,7 +59,7 @@ def choose_start_method(start_method: str | None, *, ranks: int, external: bool)
 
 
 @contextmanager
-def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
+def ready_to_launch(start_method: str, environment: Any, *, on_gpus: bool = False) -> Iterator[None]:
     """Prepare this process to launch ranks inside the context, with a new process group and port for each launch.
 
     The process group of an earlier run with one rank in this process is destroyed.
@@ -67,13 +67,20 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
     Args:
         start_method: one of `START_METHODS` except popen.
         environment: Lightning's cluster environment.
-    Raises: RuntimeError: CUDA is initialised, which forked processes cannot use; or the world has several ranks.
+        on_gpus: the ranks use GPUs.
+    Raises: RuntimeError: forked processes could not use CUDA; or the world has several ranks.
     """
     if start_method in ("fork", "forkserver") and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             f"start_method={start_method!r} cannot start ranks after this process has used CUDA: a forked process "
             "cannot use it again. Restart the kernel and touch no GPU before the launch (no .cuda(), no .to('cuda'), "
             "no torch.cuda calls; build the model on the CPU), or run your code as a script"
+        )
+    if start_method == "fork" and on_gpus and _forked_process_loses_cuda():
+        raise RuntimeError(
+            "start_method='fork' cannot start ranks that use GPUs: a library, such as diffusers at its import, has "
+            "asked for the GPUs in a way after which forked processes cannot use them. Restart the kernel and import "
+            "lightning first, or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before Python starts; or run your code as a script"
         )
     if dist.is_initialized():
         if dist.get_world_size() > 1:
@@ -101,6 +108,14 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
             os.environ.pop("MASTER_PORT", None)
 
 
+def _forked_process_loses_cuda() -> bool:
+    """Fork a process that only tells whether CUDA refuses it: this process cannot know."""
+    child = os.fork()
+    if not child:
+        os._exit(in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
+
+
 class StartsProcesses:
     """Base of the launchers of processes: prepare this process, and let ranks listen on the loopback interface only."""
 
@@ -111,7 +126,7 @@ class StartsProcesses:
         """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
         environment, nodes = self._strategy.cluster_environment, self._strategy.num_nodes
         with (
-            ready_to_launch(self._start_method, environment),
+            ready_to_launch(self._start_method, environment, on_gpus=self._strategy.root_device.type == "cuda"),
             self._strategy.local_ranks.for_processes(environment, num_nodes=nodes),
         ):
             return super().launch(function, *args, **kwargs)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.fabric import ContextParallelStrategy as FabricStrategy
 from lightning_cp.families import Facts, Sample, StoredBatch, collate, family_for, load_family
-from lightning_cp.family_check import store, topology_proof
+from lightning_cp.family_check import store, topology_proof, training_models
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.compare import nothing_narrowed
@@ -36,7 +36,8 @@ def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) 
     family = family_for(pipe)
     pixels = torch.rand(number, 3, *size) * 2 - 1
     media = {"pixels": pixels, "reference": pixels[:, :, :1]}
-    return pipe.transformer.double().train(), family.name, family.facts, store(family, pipe, TEXTS[:number], media)
+    model = training_models(pipe, family)[0].double().train()
+    return model, family.name, family.facts, store(family, pipe, TEXTS[:number], media)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,8 @@ def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> 
     torch.manual_seed(0)
     pipe = made(case)
     family = family_for(pipe)
-    transformer = copy.deepcopy(pipe.transformer).double().train()
-    given = transformer, family.name, family.facts, store(family, pipe, CASES[case].captions[:2], media(case))
+    model = copy.deepcopy(training_models(pipe, family)[0]).double().train()
+    given = model, family.name, family.facts, store(family, pipe, CASES[case].captions[:2], media(case))
     ring, ulysses = DEGREES.get(mode, (2, 2))
     (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
     record(family.name, type(pipe).__name__, case, mode, found[0])

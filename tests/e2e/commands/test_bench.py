@@ -183,7 +183,17 @@ def test_the_memory_formula_holds_in_bfloat16(tmp_path: Path) -> None:
 def test_every_stage_for_a_gpu_runs_on_cpu(tmp_path: Path) -> None:
     done = _gpu_stages(tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == ["tests", "errors", "merge", "one_rank", "memory", "host", "long_context", "main_job"]
+    assert list(results) == [
+        "tests",
+        "errors",
+        "merge",
+        "one_rank",
+        "memory",
+        "host",
+        "transformer",
+        "long_context",
+        "main_job",
+    ]
     assert not any(found["error"] for found in results.values()), done.stdout
     goals = [check for found in results.values() for check in found["checks"] if check["passed"] is not None]
     assert [check["name"] for check in goals if not check["passed"]] == []

@@ -1,4 +1,4 @@
-"""Commands and scripts of docs/finetuning.md and docs/finetune_edits.md run unchanged, on tiny pipelines."""
+"""Commands and scripts of docs/finetuning.md, finetune_edits.md and finetune_control.md run on tiny pipelines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from tests.families.cases import CASES
 
 PAGE = (ROOT / "docs/finetuning.md").read_text()
 EDITS = (ROOT / "docs/finetune_edits.md").read_text()
+CONTROLS = (ROOT / "docs/finetune_control.md").read_text()
 IMAGE_TO_VIDEO = PAGE.partition("## Image to video\n")[2].partition("\n## ")[0]
-COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS = (
+COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS, CONTROL_COMMANDS = (
     [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
-    for page in (PAGE.replace(IMAGE_TO_VIDEO, ""), EDITS, IMAGE_TO_VIDEO)
+    for page in (PAGE.replace(IMAGE_TO_VIDEO, ""), EDITS, IMAGE_TO_VIDEO, CONTROLS)
 )
 SMALL = {
     "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
@@ -101,4 +102,29 @@ def test_the_commands_for_edit_models_run(tmp_path: Path) -> None:
     assert (run_folder / "lora/pytorch_lora_weights.safetensors").is_file()
     (picture,) = (path for path in (tmp_path / "outputs").rglob("*.png") if path.parent.name == "samples")
     with Image.open(picture) as image:
+        assert image.size == (24, 16)
+
+
+@pytest.mark.full
+def test_the_commands_and_scripts_for_controlnets_run(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "my-flux-pipeline", "flux")
+    rooms = write_media(tmp_path / "rooms", "flux_controlnet", 4)
+    shutil.copy(rooms / "0.reference.png", tmp_path / "depth.png")
+    write_files("finetune_control.md", tmp_path)
+    script = tmp_path / "make_controlnet.py"
+    script.write_text(script.read_text().replace("layers=4", "layers=1"))
+    run(tmp_path, "make_controlnet.py")
+    size = {
+        "recipes/precompute.py": ("precompute.sizes=[[16,24]]", "accelerator=cpu"),
+        "recipes/train.py": SMALL["recipes/train.py"],
+        "recipes/sample.py": ("num_inference_steps=1", "accelerator=cpu", "+call.height=16", "+call.width=24"),
+    }
+    assert [script for script, *_ in CONTROL_COMMANDS] == list(size)
+    for name, *given in CONTROL_COMMANDS:
+        run(tmp_path, str(ROOT / name), *given, *size[name], "progress=false")
+    (run_folder,) = (path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    script = tmp_path / "draw_controlled.py"
+    script.write_text(script.read_text().replace('"height": 512, "width": 768', '"height": 16, "width": 24'))
+    run(tmp_path, "draw_controlled.py", str(run_folder))
+    with Image.open(tmp_path / "kitchen.png") as image:
         assert image.size == (24, 16)

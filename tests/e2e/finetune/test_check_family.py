@@ -33,6 +33,25 @@ def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
+    ("file", "name", "family", "size"),
+    [
+        ("flux", "flux_controlnet", "flux_controlnet", ("height=16", "width=24")),
+        ("wan", "wan_vace", "wan_vace", ("height=32", "width=48")),
+    ],
+)
+def test_proofs_of_side_models_pass_on_three_ranks(
+    tmp_path: Path, file: str, name: str, family: str, size: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    table(file)[name].make().save_pretrained(tmp_path / "pipeline")
+    completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", *size)
+    assert completed.returncode == 0, completed.stderr
+    assert f": family {family}" in completed.stdout
+    assert completed.stdout.count("passed") == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("height=33", "error: height=33 must be a multiple of 16"),

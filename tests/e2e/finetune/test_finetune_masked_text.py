@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_cp.finetune.lora_file import load_lora
 from tests.e2e.finetune.test_finetune import LORA_FILE, tune
-from tests.e2e.finetuning import write_cache
+from tests.e2e.finetuning import frames_of, write_cache
 from tests.families.cases import CASES
 
 pytestmark = pytest.mark.full
@@ -21,17 +22,23 @@ CALLS: dict[str, dict[str, Any]] = {  # the tiny transformers have no table of s
 }
 
 
-@pytest.mark.parametrize("case", ["sana_euler", "pixart_sigma", "hunyuan_video", "hunyuan_video15"])
+@pytest.mark.parametrize(
+    "case", ["sana_euler", "pixart_sigma", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_image_to_video"]
+)
 def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -> None:
     from diffusers import DiffusionPipeline
 
-    made, experiment = write_cache(tmp_path / case, case, count=3), f"finetune_{case.removesuffix('_euler')}"
+    experiment = f"finetune_{case.removesuffix('_euler').removesuffix('_image_to_video')}"
+    made = write_cache(tmp_path / case, case, count=3)
     lora = () if case == "pixart_sigma" else ("lora.rank=4", "lora.alpha=32")
     # with a higher rate, Adam's first step magnifies the rounding of small gradients of Sana's loud weights
     settings = ("batch_size=2", "ema_decay=0.5", "max_steps=2", "optim.lr=0.001", *lora)
     call = CALLS.get(case, {})
     drawing = ("sampling.every=2", "sampling.prompts=[wave number 1]", "sampling.num_inference_steps=2")
     drawing += tuple(f"+sampling.call.{name}={value}" for name, value in call.items())
+    if case.endswith("_image_to_video"):
+        Image.fromarray(frames_of(1, CASES[case].size)[0]).save(made / "first.png")
+        drawing += (f"sampling.images=[{made / 'first.png'}]",)
     alone = tune(made, "alone", *settings, *drawing, experiment=experiment)
     here = tune(made, "three", *settings, "strategy=cp", "ring=3", experiment=experiment)
     assert here.losses == pytest.approx(alone.losses, rel=1e-4)
@@ -43,12 +50,21 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
         return
     pipe = DiffusionPipeline.from_pretrained(made / "pipe")
     frames, height, width = CASES[case].size
-    call |= {"height": height, "width": width, **({"num_frames": frames} if frames > 1 else {})}
+    call |= {"num_frames": frames} if frames > 1 else {}
+    if case.endswith("_image_to_video"):
+        call["image"] = Image.fromarray(frames_of(1, CASES[case].size)[0])  # it decides height and width
+    else:
+        call |= {"height": height, "width": width}
 
     def drawn() -> np.ndarray:
         seed = torch.Generator().manual_seed(0)
         shown: np.ndarray = pipe(
-            "wave number 1", generator=seed, num_inference_steps=2, output_type="np", return_dict=False, **call
+            prompt="wave number 1",
+            generator=seed,
+            num_inference_steps=2,
+            output_type="np",
+            return_dict=False,
+            **call,
         )[0]
         return shown
 
@@ -56,5 +72,5 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
     load_lora(pipe, alone.folder / LORA_FILE)
     assert np.abs(before - drawn()).max() > 0
     card = (alone.folder / "lora/README.md").read_text()
-    assert ("pipe.transformer.load_lora_adapter(" in card) == (case == "hunyuan_video15")
+    assert ("pipe.transformer.load_lora_adapter(" in card) == case.startswith("hunyuan_video15")
     assert not (alone.folder / "lora/comfyui.safetensors").exists()

@@ -17,6 +17,7 @@ from lightning_cp.launch import Machine
 
 CONF = Path(__file__).parents[3] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
+SIDES = {f"finetune_{name}": name for name in ("flux_controlnet", "qwen_image_controlnet", "wan_vace")}
 RANKS = {"finetune_ltx": 128, "finetune_ltx2": 32}  # experiments with the settings of the makers' trainers
 
 
@@ -36,6 +37,15 @@ def here(tmp_path: Path) -> Path:
             },
             "transformer/config.json": {"num_attention_heads": 4},
             "vae/config.json": {},
+        },
+        "control": {
+            "model_index.json": {
+                "_class_name": "FluxControlNetPipeline",
+                "transformer": ["diffusers", "FluxTransformer2DModel"],
+                "controlnet": ["diffusers", "FluxControlNetModel"],
+            },
+            "transformer/config.json": {"num_attention_heads": 4, "attention_head_dim": 16},
+            "controlnet/config.json": {"num_attention_heads": 4, "attention_head_dim": 16, "num_mode": None},
         },
         "int8": {
             "model_index.json": {"transformer": ["diffusers", "WanTransformer3DModel"]},
@@ -76,8 +86,9 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
-    config = check(here, experiment=experiment).config
-    if experiment == "finetune_pixart_sigma":  # no adapters
+    controls = "controlnet" in experiment
+    config = check(here, *(["model.pretrained=HERE/control"] if controls else []), experiment=experiment).config
+    if experiment in ("finetune_pixart_sigma", *SIDES):  # no adapters
         assert config.lora is None
     else:
         assert (config.lora.rank, config.lora.dropout) == (RANKS.get(experiment), 0.0)
@@ -89,6 +100,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "cogvideox",
         "flux",
         "flux2",
+        "flux_controlnet",
         "hunyuan_video",
         "hunyuan_video15",
         "kontext",
@@ -97,10 +109,12 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "ltx2",
         "pixart_sigma",
         "qwen_image",
+        "qwen_image_controlnet",
         "qwen_image_edit",
         "sana",
         "sd3",
         "wan",
+        "wan_vace",
         "z_image",
     )
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
@@ -239,3 +253,66 @@ def test_the_mark_of_an_earlier_encoding_is_deleted_before_ranks_wait_for_it(
         _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path), "data": {"kind": kind}}))
         assert mark.exists() == stays
     _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        (
+            "FluxControlNetModel",
+            {"num_mode": 10},
+            "has no family for training: it is a union of",
+        ),
+        ("FluxControlNetModel", {"conditioning_embedding_channels": 3}, "it takes pixels (conditioning_embedding_cha"),
+        (
+            "QwenImageControlNetModel",
+            {"extra_condition_channels": 4},
+            "it is for inpainting (extra_condition",
+        ),
+        ("FluxControlNetModel", {"num_attention_heads": 24}, "has num_attention_heads=24, but the transformer has 4"),
+        ("FluxMultiControlNetModel", {}, "the controlnet is a FluxMultiControlNetModel, but must be one model: Flux"),
+        (
+            "SD3ControlNetModel",
+            {},
+            "the controlnet is a SD3ControlNetModel, but must be one model: Flux",
+        ),
+    ],
+)
+def test_other_controlnets_are_refused(here: Path, kind: str, config: dict[str, int], message: str) -> None:
+    index = json.loads((here / "control/model_index.json").read_text())
+    (here / "control/model_index.json").write_text(json.dumps({**index, "controlnet": ["diffusers", kind]}))
+    (here / "control/controlnet/config.json").write_text(json.dumps({"num_attention_heads": 4, **config}))
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        check(here, "model.pretrained=HERE/control", experiment="finetune_flux_controlnet")
+
+
+def write_header(folder: Path, **shapes: list[int]) -> None:
+    """Write a safetensors file without its data."""
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    )
+    content = len(header).to_bytes(8, "little") + header.encode()
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("control", "base", "needed"),
+    [
+        ({"x": [1]}, {"x": [1 << 20, 1 << 20]}, "2048.0"),  # the frozen transformer in bfloat16
+        ({"x": [1 << 20, 1 << 20]}, {"x": [1]}, "20480.0"),  # weights in float32, and 16 bytes for each
+    ],
+)
+def test_certify_counts_both_models(
+    here: Path, control: dict[str, list[int]], base: dict[str, list[int]], needed: str
+) -> None:
+    write_header(here / "control/controlnet", **control)
+    write_header(here / "control/transformer", **base)
+    given = ("certify=true", "strategy=cp", "ring=2", "model.dtype=bfloat16", "model.pretrained=HERE/control")
+    with pytest.raises(SettingsError, match=rf"which needs at least {re.escape(needed)} GiB"):
+        check(here, *given, experiment="finetune_flux_controlnet")
+
+
+def test_certify_counts_what_vace_trains(here: Path) -> None:
+    write_header(here / "pipe/transformer", x=[1 << 20, 1 << 20], vace_x=[1 << 20, 1 << 16])
+    with pytest.raises(SettingsError, match=r"which needs at least 5376\.0 GiB"):  # 17/16 × 4096 GiB, and 1/16 × 16 TiB
+        check(here, "certify=true", "strategy=cp", "ring=2", experiment="finetune_wan_vace")

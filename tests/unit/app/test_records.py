@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.app.metrics import show_from_zero
-from lightning_cp.app.training.loop import LoopSettings, StepReport
+from lightning_cp.app.training.loop import StepReport
 from lightning_cp.app.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 
 
@@ -96,15 +96,6 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     lines = capsys.readouterr().out.strip().splitlines()
     assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
     assert "loss 0.5000  100 ms  640 tokens/s" in lines[0]
-
-
-def test_the_learning_rate_does_not_depend_on_the_length_of_the_run() -> None:
-    def settings(max_steps: int) -> LoopSettings:
-        return LoopSettings(max_steps, 0.1, 10, 5, 64)
-
-    assert settings(5).lr_at(1) == pytest.approx(0.01)
-    assert settings(5).lr_at(10) == settings(5).lr_at(400) == 0.1
-    assert [settings(5).lr_at(s) for s in range(1, 30)] == [settings(900).lr_at(s) for s in range(1, 30)]
 
 
 def test_curves_begin_at_zero_and_are_not_cut_off() -> None:

@@ -99,8 +99,10 @@ def test_a_step_cache_that_matches_no_module_is_refused() -> None:
 def test_every_optimizer_is_built(name: str) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")  # not in the extra dev: its import starts threads, before tests fork
-    optimizer = instantiate(resolved(f"optim={name}").optim, params=[torch.nn.Parameter(torch.ones(1))])
-    assert optimizer.param_groups[0]["lr"] == resolved().optim.lr
+    # Muon is refused without adapters
+    settings: Any = OmegaConf.load(CONF / "optim/muon.yaml") if name == "muon" else resolved(f"optim={name}").optim
+    optimizer = instantiate(settings, params=[torch.nn.Parameter(torch.ones(2, 2))])
+    assert optimizer.param_groups[0]["lr"] == settings.lr
 
 
 @pytest.mark.parametrize("name", options("experiment"))

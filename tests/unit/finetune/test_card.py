@@ -47,6 +47,13 @@ def test_the_transformer_loads_an_adapter_that_the_pipeline_cannot() -> None:
     assert said in card(adapter=adapter, loads_adapters=False).text()
 
 
+def test_a_controlnet_is_loaded_as_a_component() -> None:
+    text = card(component="controlnet").text()
+    assert '\nmodel = AutoModel.from_pretrained(".")' in text
+    assert text.count(", controlnet=model)\n") == 1
+    assert "AutoModel" not in card().text() + card(adapter={"rank": 4}).text()
+
+
 def test_the_best_validation_is_marked(tmp_path: Path) -> None:
     text = card(losses={2: 0.5, 4: 0.25, 6: float("nan")}).text()
     assert "| 2 | 0.5 |" in text

@@ -70,6 +70,7 @@ def test_facts_of_a_pipeline_are_read_from_its_files(tmp_path: Path) -> None:
         ("SanaTransformer2DModel", "in_channels", "caption_channels"),
         ("PixArtTransformer2DModel", "in_channels", "caption_channels"),
         ("HunyuanVideoTransformer3DModel", "out_channels", "text_embed_dim"),
+        ("WanVACETransformer3DModel", "out_channels", "text_dim"),
         ("HunyuanVideo15Transformer3DModel", "out_channels", "text_embed_dim"),
     ],
 )
@@ -79,6 +80,18 @@ def test_widths_of_another_pipeline_are_named(model: str, latents: str, text: st
         check_fits("pipe", "transformer", model, {latents: 16, text: 6}, SAMPLE)
     with pytest.raises(FamilyError, match=f"text embeddings of width 6, but the transformer has {text}=8"):
         check_fits("pipe", "transformer", model, {latents: 4, text: 8}, SAMPLE)
+
+
+@pytest.mark.parametrize("model", ["FluxControlNetModel", "QwenImageControlNetModel"])
+def test_a_controlnet_of_other_widths_is_named(model: str) -> None:
+    fits = {"in_channels": 16, "joint_attention_dim": 6}
+    check_fits("pipe", "controlnet", model, fits, SAMPLE)
+    for key, message in (
+        ("in_channels", "VAE makes latent channels 16, but the controlnet has in_channels=32"),
+        ("joint_attention_dim", "text embeddings of width 6, but the controlnet has joint_attention_dim=32"),
+    ):
+        with pytest.raises(FamilyError, match=message):
+            check_fits("pipe", "controlnet", model, {**fits, key: 32}, SAMPLE)
 
 
 def test_facts_and_dtypes_that_fit_pass() -> None:

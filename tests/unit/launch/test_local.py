@@ -13,7 +13,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result
+from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result, local
 from lightning_cp.launch.processes import Event, EventKind, Processes, _ended_first
 from tests.harness.cases import full_unless
 from tests.unit.launch.targets import FOREVER_S
@@ -294,6 +294,23 @@ def test_ranks_end_with_their_launcher(number: int, tmp_path: Path) -> None:
     assert_gone(tmp_path, 4)
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     assert number == signal.SIGKILL or said.startswith(f"stopped by signal {int(number)}")
+
+
+def test_a_signal_in_a_callback_whose_exceptions_python_ignores_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopping:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def new_secret() -> str:
+        Stopping()
+        return "secret"
+
+    monkeypatch.setattr(local, "new_secret", new_secret)
+    failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, launcher=IMPATIENT))
+    assert failure.exit_code == 128 + signal.SIGTERM
+    assert failure.message.startswith("stopped by signal 15")
 
 
 def test_the_launcher_imports_no_torch() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.engine.apply import installed_on
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
+from tests.models import TINY as MODELS
+from tests.models.controlnets import TINY as CONTROLNETS
 
 
 class _Metrics(nn.Module):
@@ -23,3 +28,24 @@ def test_metrics_of_torchmetrics_hide_no_child_that_trains() -> None:
     frozen = frozen_children(module, [])
     assert {*frozen} == {module.mean, module.frozen}
     assert find_fsdp_units(module, [], frozen, by_child=True) == [*module.blocks, module.layer]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by_child", [False, True])
+def test_a_controlnet_and_its_transformer_are_units(by_child: bool) -> None:
+    """A pipeline that samples during training calls them without the forward of their parent."""
+    control, base = CONTROLNETS["control_flux"].build(), MODELS["flux"].build()
+    both = nn.ModuleDict({"base": base, "control": control})
+    installed = []
+    for model in (base, control):
+        apply_context_parallel(model, ContextParallelConfig())
+        one = installed_on(model)
+        assert one is not None
+        installed.append(one)
+    parent = nn.Sequential(both)
+    units = find_fsdp_units(parent, installed, [], by_child=by_child)
+    assert {base, control} <= {*units}
+    for unit in units:  # inner ones first
+        assert all(units.index(inner) <= units.index(unit) for inner in unit.modules() if inner in units)
+    alone = find_fsdp_units(nn.Sequential(base), installed[:1], [], by_child=False)
+    assert base not in alone, "a single transformer is sharded with its parent"

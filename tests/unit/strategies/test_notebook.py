@@ -86,6 +86,19 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
         pass
 
 
+def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready_to_launch("fork", LightningEnvironment(), on_gpus=True):
+        pass
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)  # as in each process that is forked from here
+    with ready_to_launch("fork", LightningEnvironment(), on_gpus=False):
+        pass
+    with (
+        pytest.raises(RuntimeError, match=r"cannot start ranks that use GPUs.*import lightning first"),
+        ready_to_launch("fork", LightningEnvironment(), on_gpus=True),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("given", [None, pytest.param("4321", marks=pytest.mark.full)])
 def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))

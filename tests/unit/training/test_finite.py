@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_cp.app.training.loop import LoopSettings, StepReport, Steps
 from lightning_cp.app.training.run import Run, RunFolder
+from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
@@ -39,11 +40,19 @@ class Loop:
     """The recipe's loop around a linear model, without Lightning."""
 
     def __init__(
-        self, folder: Path, *, on_nonfinite: str = "error", scaler: GradScaler | None = None, checkpoint_every: int = 2
+        self,
+        folder: Path,
+        *,
+        on_nonfinite: str = "error",
+        scaler: GradScaler | None = None,
+        checkpoint_every: int = 2,
+        schedule: Schedule = Schedule(),  # noqa: B008 - frozen
+        rates: tuple[float, float] = (0.1, 0.1),
     ) -> None:
         torch.manual_seed(0)
         self.module, self.request, self.scaler = nn.Linear(3, 1), StopRequest(), scaler
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        groups = [{"params": [x], "lr": lr} for x, lr in zip(self.module.parameters(), rates, strict=True)]
+        self.optimizer = torch.optim.AdamW(groups)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
         tuning: Any = None  # only for validation and export
@@ -52,7 +61,7 @@ class Loop:
         watcher: Any = SimpleNamespace(watch=self.reports.append)
         self.steps = Steps(
             run,
-            LoopSettings(1000, 0.1, 0, checkpoint_every, 64),
+            LoopSettings(1000, schedule, checkpoint_every, 64),
             CheckpointWriter(folder / "checkpoints", keep=2),
             trace=StepTrace(None, folder),
             guard=StepGuard(on_nonfinite, scaler),
@@ -85,6 +94,17 @@ class Loop:
     def values(self) -> torch.Tensor:
         tensors = [x.detach() for _, found in self.state.named_tensors() for x in found]
         return torch.cat([x.flatten().clone() for x in tensors])
+
+
+def test_each_parameter_group_keeps_its_own_rate(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, schedule=Schedule("cosine", 2, 6), rates=(0.1, 1.6))
+    factors = [loop.steps._settings.schedule.factor(step) for step in range(1, 7)]
+    found = []
+    for _ in factors:
+        loop.step()
+        found.append([group["lr"] for group in loop.optimizer.param_groups])
+    assert found == [pytest.approx([0.1 * factor, 1.6 * factor]) for factor in factors]
+    assert [report.lr for report in loop.reports] == pytest.approx([0.1 * factor for factor in factors])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

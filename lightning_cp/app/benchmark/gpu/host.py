@@ -6,8 +6,6 @@ Tensors are tiny and collectives send nothing, so almost all of the time is that
 from __future__ import annotations
 
 import functools
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import fake_world
+from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
 from lightning_cp.app.benchmark.subject import modes
 from lightning_cp.attention import context_parallel_attention
 from lightning_cp.engine.apply import parallelize
@@ -147,21 +145,9 @@ def _parallel(model: nn.Module, *, mode: Any) -> nn.Module:
 def _times(
     steps: Mapping[Any, list[Callable[[], object]]], settings: DictConfig, device: torch.device
 ) -> dict[Any, list[float]]:
-    """Measure seconds of thread CPU time per call, as the lowest fifth of the rounds, which are interleaved."""
-    rounds: dict[Any, list[list[float]]] = {name: [[] for _ in each] for name, each in steps.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of functions that diffusers calls
-        for round_ in range(settings.rounds + 1):
-            for name, each in steps.items():
-                for index, step in enumerate(each):
-                    started = time.thread_time()
-                    for _ in range(settings.calls):
-                        step()
-                    if round_:  # the first one warms up
-                        rounds[name][index].append((time.thread_time() - started) / settings.calls)
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-    return {name: [sorted(times)[len(times) // 5] for times in each] for name, each in rounds.items()}
+    """Measure seconds of thread CPU time per call."""
+    measured = times_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
+    return {name: [times.host_s for times in each] for name, each in measured.items()}
 
 
 def _add_rows(title: str, times_by_mode: Mapping[str, list[float]], result: StageResult) -> None:

@@ -111,12 +111,11 @@ def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
         # Gathered K and V: two slices, or the only one, and this rank's part of them before it is sent.
         one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
         gathered_units = min(sizes.slices, 2) * (one_slice + one_slice / ranks)
-        # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, the sums of dK and dV and
-        # their conversion; of one slice: dq and its sum, the kernel's inputs made contiguous and its dk and dv, and the
-        # sums that leave and arrive.
-        converted, slice_of_dq = 2 if accumulation_factor > 1 else 0, one_slice / (2 * ranks)
-        slice_units = slice_of_dq * (4 + accumulation_factor) + one_slice * (1 + 2 * accumulation_factor)
-        return gathered_units + 2, gathered_units + 2 + 2 * accumulation_factor + converted + slice_units
+        # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, dK and dV. Of one slice: dq
+        # and its sum; the kernel's inputs made contiguous, and its dk and dv; sums that leave, arrive, and are added.
+        slice_of_dq = one_slice / (2 * ranks)
+        slice_units = slice_of_dq * (4 + 3 * accumulation_factor) + one_slice * (1 + 2 * accumulation_factor)
+        return gathered_units + 2, gathered_units + 6 + slice_units
     if name == "Ulysses":
         # Forward: q, k and v sharded by heads, the output, the same sent, received and in order. Backward: the gradient
         # of the output, and dq, dk, dv, sharded by heads; dq, dk, dv sent; the inputs of the kernel that it needs

@@ -25,6 +25,9 @@ _ABOUT = {
     " and the workspace of one kernel call.",
     "host": "CPU time of the thread that calls attention, per call: tiny tensors, and collectives that send nothing. It"
     " limits the speed where a device computes faster than its host launches.",
+    "transformer": "A step of a transformer of the size of FLUX.1 on one rank, beside diffusers' context parallelism:"
+    " time until the device is done, and CPU time of the thread that launches. Where both are equal, the host limits"
+    " the speed. Collectives send nothing.",
     "long_context": "The ring's work on one rank for long sequences, forward and backward, with its peak memory: what a"
     " step allocates in addition to q, k, v and the gradient of the output. Collectives send nothing.",
     "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",

@@ -70,7 +70,8 @@ def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, 
         figures = measure_subjects(subjects, repeats=settings.repeats, seconds=settings.seconds, device=device)
     rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, figures)
     result.rows += [dict(row) for row in rows]
-    result.checks += _ratio_checks(rows, on_gpu=device.type == "cuda")
+    # below the largest length, the host launches more slowly than the device computes: see the stage `host`
+    result.checks += _ratio_checks(rows, has_goal=device.type == "cuda" and tokens == max(settings.lengths))
 
 
 def long_contexts(config: DictConfig) -> Iterator[Measurement]:
@@ -116,7 +117,7 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
     return elements * ((4 + 4 + 2) * itemsize + 4)
 
 
-def _ratio_checks(rows: list[Row], *, on_gpu: bool) -> Iterator[Check]:
+def _ratio_checks(rows: list[Row], *, has_goal: bool) -> Iterator[Check]:
     """Yield one check per mode: its time divided by the time of a single call with the same FLOPs."""
     times = {row["subject"]: row["median_s"] for row in rows}
     tokens, ranks, passes = rows[0]["tokens"], rows[0]["ranks"], "forward"
@@ -130,6 +131,6 @@ def _ratio_checks(rows: list[Row], *, on_gpu: bool) -> Iterator[Check]:
             yield Check(f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}", reason, "runs", False)
             continue
         ratio = time / call
-        goal = f"≤ {RATIO_GOAL}" if on_gpu else ""
+        goal = f"≤ {RATIO_GOAL}" if has_goal else ""
         title = f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}: time over one call"
         yield Check(title, f"{ratio:.3f}", goal, ratio <= RATIO_GOAL if goal else None)

@@ -110,3 +110,27 @@ def test_a_large_video_is_refused_before_it_is_decoded(video: Path, monkeypatch:
     with pytest.raises(MediaError, match="is too small"):
         load_media(Source("", video, ("x",)), [Bucket(9, 320, 480)])
     assert STEP * 12 < 256
+
+
+def test_a_control_clip_shows_the_frames_of_its_clip(tmp_path: Path, video: Path) -> None:
+    control = write_video(tmp_path / "control.mp4", grey_frames(12))
+    source = Source("a", video, ("x",), reference=control, start_s=3 / 24, end_s=9 / 24)
+    for fps, expected in ((None, [3, 4, 5, 6, 7]), (12, [3])):
+        loaded = load_media(source, BUCKETS, fps=fps)
+        assert loaded.reference is not None
+        assert loaded.reference.shape == loaded.pixels.shape
+        assert frame_numbers(loaded.reference) == frame_numbers(loaded.pixels) == expected
+
+
+def test_a_control_clip_with_another_rate_or_too_few_frames(tmp_path: Path, video: Path) -> None:
+    control = write_video(tmp_path / "slow.mp4", grey_frames(12), rate=12)
+    source = Source("a", video, ("x",), reference=control)
+    message = r"slow\.mp4: has 12 frames per second, but a\.mp4 has 24: set one rate for both, such as precompute\.fps="
+    with pytest.raises(MediaError, match=message):
+        load_media(source, BUCKETS)
+    loaded = load_media(source, BUCKETS, fps=12)
+    assert loaded.reference is not None
+    assert frame_numbers(loaded.reference) == [0, 1, 2, 3, 4]
+    short = write_video(tmp_path / "short.mp4", grey_frames(4))
+    with pytest.raises(MediaError, match=r"short\.mp4: has 4 frames .*, but 9 are needed"):
+        load_media(Source("a", video, ("x",), reference=short), BUCKETS)

@@ -233,7 +233,7 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "v.mp4", "start_frame": 3}, "start_frame needs frames"),
         ({"file": "v.mp4", "frames": 0}, "frames=0 must be a positive whole number"),
         ({"file": "v.mp4", "start_frame": -1, "frames": 2}, "start_frame=-1 must be a whole number of at least 0"),
-        ({"file": "a.png", "reference": "v.mp4"}, "reference=v.mp4 must be an image"),
+        ({"file": "a.png", "reference": "v.txt"}, "reference=v.txt must be an image or a video"),
         (
             {"file": "a.png", "reference": ["b.png", "c.png"]},
             "reference=['b.png', 'c.png'] is a list: training takes one",
@@ -384,11 +384,15 @@ def test_a_name_like_a_numbered_reference_is_a_picture_if_nothing_belongs_to_it(
 
 
 def test_references_of_a_folder(tmp_path: Path) -> None:
-    for name in ("a.png", "a.reference.jpg", "b.png", "sub/a.png", "c.reference.png"):
+    names = ("a.png", "a.reference.jpg", "b.png", "sub/a.png", "c.reference.png")
+    for name in names:
         picture(tmp_path / "data" / name, None if "reference" in name else "a cat")
+    for name in ("v.mp4", "v.reference.mov"):
+        (tmp_path / "data" / name).write_bytes(b"")
+    (tmp_path / "data" / "v.txt").write_text("a clip")
     found = find_sources(tmp_path / "data")
     references = {source.id: source.reference and source.reference.name for source in found.sources}
-    assert references == {"a.png": "a.reference.jpg", "b.png": None, "sub/a.png": None}
+    assert references == {"a.png": "a.reference.jpg", "b.png": None, "sub/a.png": None, "v.mp4": "v.reference.mov"}
     assert [(one.file.name, one.reason) for one in found.skipped] == [
         ("c.reference.png", "a reference, but no image or video is called c")
     ]

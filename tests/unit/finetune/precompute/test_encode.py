@@ -57,6 +57,28 @@ def test_references_must_be_of_all_pictures_or_of_none(tmp_path: Path) -> None:
     assert len(usable(found, load_family("flux", {"pixels": 16}), buckets).sources) == 2  # without references
 
 
+def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: Path) -> None:
+    for name in ("a.reference", "b"):
+        Image.fromarray(pixels(0, 32, 48)).save(tmp_path / f"{name}.png")
+    for name in ("a.mp4", "b.reference.mp4", "c.mp4", "c.reference.mp4"):
+        (tmp_path / name).write_bytes(b"")
+    buckets, facts = [Bucket(1, 32, 48), Bucket(5, 32, 48)], {"spatial": 8, "temporal": 4, "patch": [1, 2, 2]}
+    found = find_sources(tmp_path, captions="optional")
+    kept = usable(found, load_family("wan_vace", facts), buckets)
+    assert [source.id for source in kept.sources] == ["c.mp4"]
+    assert {(one.file.name, one.reason) for one in kept.skipped} == {
+        ("a.mp4", "is a video, but its reference a.reference.png is a picture: wan_vace takes two of a kind"),
+        ("b.png", "is a picture, but its reference b.reference.mp4 is a video: wan_vace takes two of a kind"),
+    }
+    kept = usable(found, load_family("wan", facts), buckets)
+    assert [source.id for source in kept.sources] == ["a.mp4"]
+    reason = "has the video {}.reference.mp4 as its reference, but wan takes no control clips"
+    assert {(one.file.name, one.reason) for one in kept.skipped} == {
+        ("b.png", reason.format("b")),
+        ("c.mp4", reason.format("c")),
+    }
+
+
 @pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
 def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
     frames, height, width = CASES[case].size
@@ -65,7 +87,8 @@ def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path:
     rows = [{"file": file.name, "caption": f"text of {file.stem}"} for file in sorted(data.glob(f"*{suffix}"))]
     if CASES[case].reference:
         Image.fromarray(pixels(9, 40, 40)).save(data / "other.jpg")
-        rows = [{**row, "reference": "other.jpg"} for row in rows]
+        reference = "v1.mp4" if family_for(made(case)).reference_clips else "other.jpg"
+        rows = [{**row, "reference": reference} for row in rows]
     (data / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "text_batch": 1}
     settings["max_upscale"] = 60
@@ -364,7 +387,7 @@ def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp
     if CASES[case].reference:
         row["reference"] = file.name
     (data / "rows.jsonl").write_text(json.dumps(row))
-    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 60, "sheet": 0}
     if frames > 1:
         settings["fps"] = 24.0
     encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)

@@ -27,6 +27,7 @@ EXPECTED = {  # what the tiny pipeline samples without a size: its own defaults,
     "pixart_sigma": (1, 64, 64),
     "hunyuan_video": (129, 720, 1280),
     "hunyuan_video15": (121, 12, 20),
+    "hunyuan_video15_image_to_video": (121, 12, 20),
 }
 
 

@@ -1,0 +1,142 @@
+"""Stage `transformer`: one rank's step of a transformer of FLUX.1's size, beside diffusers' context parallelism.
+
+Collectives send nothing, so the time is that of the computation, or of the host where it launches more slowly.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from lightning_cp.app.benchmark import peers
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
+from lightning_cp.app.benchmark.subject import UNCHECKED, modes
+from lightning_cp.engine.apply import parallelize
+
+_ALONE = "a rank's tokens alone"
+_PASSES = ("forward", "with backward")
+_COLUMNS = ["mode", *(f"{which}, {part}" for which in _PASSES for part in ("ms", "of the host, ms"))]
+# mode -> the subject of diffusers in the same mode, which must not be faster
+_PEERS = {"Ulysses": "diffusers Ulysses", "ring allgather": "diffusers ring", "unified": "diffusers unified"}
+
+
+def transformer_times(config: DictConfig) -> Iterator[Measurement]:
+    """Measure forward, and forward with backward to the input, in every mode by number of ranks. Weights are frozen."""
+    for ranks in config.transformer.ranks:
+        yield f"{ranks} ranks", functools.partial(_measure, config, ranks)
+
+
+def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
+    device, settings = torch.device(config.device), config.transformer
+    model = _flux(config, device)
+
+    def parallel(mode: Any, check_peers: str, model: nn.Module) -> nn.Module:
+        parallelize(model, mode, check_peers=check_peers)
+        return model
+
+    with fake_world(ranks):
+        makers: dict[str, Callable[[nn.Module], nn.Module]] = {}
+        for name, mode in modes(ranks).items():
+            makers[name] = functools.partial(parallel, mode, "sampled")
+            makers[name + UNCHECKED] = functools.partial(parallel, mode, "off")
+        # A copy shares the weights. A model is parallel for one world only.
+        steps = {name: _passes(make(_copied(model)), _inputs(config, 1, device)) for name, make in makers.items()}
+        steps[_ALONE] = _passes(model, _inputs(config, ranks, device))
+        if device.type == "cuda":
+            for name in ("Ulysses" + UNCHECKED, "ring allgather" + UNCHECKED, _ALONE):
+                steps[f"{name}, CUDA graph"] = [_captured(steps[name][0])]
+        for name, enable in peers.models(device).items():
+            try:
+                passes = _passes(enable(_copied(model)), _inputs(config, 1, device))
+                for step in passes:
+                    step()
+                steps[name] = passes
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                result.add_row(f"{ranks} ranks", _COLUMNS, [name, f"{error}".strip().split("\n")[0], "", "", ""])
+        times = times_in_turn(steps, rounds=settings.rounds, calls=1, device=device)
+    for name, each in times.items():
+        cells = [f"{1e3 * seconds:.1f}" for of_pass in each for seconds in (of_pass.wall_s, of_pass.host_s)]
+        result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])
+    goal = "≤ 1.0" if device.type == "cuda" else ""
+    for name, peer in _PEERS.items():
+        if name in times and peer in times:
+            for which, ours, theirs in zip(_PASSES, times[name], times[peer], strict=True):
+                ratio = ours.wall_s / theirs.wall_s
+                title = f"{name}, {ranks} ranks, {which}: time over {peer}"
+                result.checks.append(Check(title, f"{ratio:.2f}", goal, ratio <= 1.0 if goal else None))
+
+
+def _flux(config: DictConfig, device: torch.device) -> nn.Module:
+    """Build a transformer with random weights in the configured dtype, which do not require gradients."""
+    from diffusers import FluxTransformer2DModel
+
+    heads, head_dim, settings = config.attention.heads, config.attention.head_dim, config.transformer
+    with torch.device("meta"):  # in float32 it might not fit
+        model: Any = FluxTransformer2DModel(
+            num_layers=settings.num_layers,
+            num_single_layers=settings.num_single_layers,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            axes_dims_rope=(head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16),
+            guidance_embeds=True,
+        ).to(getattr(torch, config.attention.dtype))
+    model.to_empty(device=device).requires_grad_(False)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return model  # type: ignore[no-any-return]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _inputs(config: DictConfig, parts: int, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a forward for one part of the tokens."""
+    image, text = (config.transformer[name] // parts for name in ("image_tokens", "text_tokens"))
+    dtype = getattr(torch, config.attention.dtype)
+    shapes = {
+        "hidden_states": (1, image, 64),
+        "encoder_hidden_states": (1, text, 4096),
+        "pooled_projections": (1, 768),
+        "timestep": (1,),
+        "guidance": (1,),
+        "img_ids": (image, 3),
+        "txt_ids": (text, 3),
+    }
+    tensors = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
+    return {**tensors, "return_dict": False}
+
+
+def _passes(model: nn.Module, inputs: Mapping[str, Any]) -> list[Callable[[], object]]:
+    latents: Tensor = inputs["hidden_states"].clone().requires_grad_()
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(**inputs)
+
+    def with_backward() -> None:
+        out = model(**{**inputs, "hidden_states": latents})[0]
+        torch.autograd.grad(out, latents, torch.ones_like(out))
+
+    return [forward, with_backward]
+
+
+def _captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Capture a step in a CUDA graph. Returns: its replay."""
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
