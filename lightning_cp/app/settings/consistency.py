@@ -84,10 +84,8 @@ def check_device(config: DictConfig, accelerator: str) -> None:
 
 _REPLICATED_OPTIMIZERS = {  # beginning of the class -> name in conf/optim, and why sharded weights do not work
     "bitsandbytes.": ("adamw_8bit", "the kernels of bitsandbytes do not take sharded weights"),
-    "prodigyopt.": ("prodigy", "its estimate of the learning rate would see one shard only"),
     "torch.optim.Adafactor": ("adafactor", "PyTorch's Adafactor does not take sharded weights"),
 }
-_LEAST_FACTOR = 0.05  # of Prodigy's learning rate; those of other optimizers are far below
 
 
 def check_optimizer(config: DictConfig) -> None:
@@ -101,6 +99,11 @@ def check_optimizer(config: DictConfig) -> None:
             f"optim={name} does not work with strategy=cp_fsdp: {reason}. Use optim=adamw (its states are sharded as "
             "well) or strategy=cp"
         )
+    if package == "prodigyopt":
+        raise SettingsError(
+            "optim._target_=prodigyopt.Prodigy keeps its state among the settings of parameter groups, which "
+            "checkpoints do not save: no run could be resumed. Use optim=adamw"
+        )
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
             f"optim._target_={target} needs the package {package}, which is not installed: pip install {package}, or "
@@ -109,11 +112,6 @@ def check_optimizer(config: DictConfig) -> None:
     if target == "torch.optim.Muon" and config.get("lora") is None:
         raise SettingsError(
             "optim=muon trains matrices only, such as those of adapters: use it with lora.rank, or use optim=adamw"
-        )
-    if package == "prodigyopt" and read(config, "optim.lr") < _LEAST_FACTOR:
-        raise SettingsError(
-            f"optim.lr={read(config, 'optim.lr')} is too small for optim=prodigy, which finds the learning rate: "
-            "optim.lr is a factor of that rate. Set optim.lr=1"
         )
     if read(config, "optim.fused") and read(config, "precision") == "16-mixed":
         raise SettingsError(

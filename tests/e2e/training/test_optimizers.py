@@ -13,7 +13,7 @@ from tests.e2e.recipe import SMALL, Finished, run
 
 COMMON = (*SMALL, "warmup_steps=1", "max_steps=4", "checkpoint_every=2", "progress=false", "accelerator=cpu")
 OPTIONS = {"adamw_8bit": ("optim.min_8bit_size=256",)}
-OTHERS = ("adamw_8bit", "adafactor", "lion", "prodigy")
+OTHERS = ("adamw_8bit", "adafactor", "lion")
 
 
 def train(folder: Path, optim: str, *given: str) -> Finished:
@@ -58,7 +58,7 @@ RANKS = [
 def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[str, ...], tmp_path: Path) -> None:
     optim, whole = alone
     if (
-        optim in ("adamw_8bit", "prodigy") and "strategy=cp_fsdp" in given
+        optim in ("adamw_8bit", "adafactor") and "strategy=cp_fsdp" in given
     ):  # refused, see tests/unit/app/test_settings.py
         given = ("strategy=cp", "ulysses=2")
     finished = train(tmp_path / "run", optim, *given)
