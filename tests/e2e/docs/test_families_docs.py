@@ -11,7 +11,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_cp.families import collate, family_for
 from lightning_cp.finetune.families import registry
+from lightning_cp.objectives import objective_for
+from tests.families.cases import CASES, made, media
 from tests.pipelines import table
 
 _PAGE = Path(__file__).parents[3] / "docs" / "families.md"
@@ -20,7 +23,7 @@ _CODE = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module, batch, family, proofs = _CODE
+    module, batch, _, family, proofs = _CODE
     monkeypatch.setattr(registry, "_REGISTERED", {})
     torch.manual_seed(0)
     pipe = table("auraflow")["auraflow"].make()
@@ -52,3 +55,16 @@ def test_the_code_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_the_family_of_the_page_is_short() -> None:
     assert len(_CODE[2].splitlines()) <= 60
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_for_a_side_model_runs() -> None:
+    case, pipe = CASES["flux_controlnet"], made("flux_controlnet")
+    family = family_for(pipe)
+    texts = family.encode_text(pipe, case.captions[:1])
+    batch = collate([{**texts[0], **family.encode_media(pipe, media("flux_controlnet"))[0]}], family.text)
+    scope: dict[str, Any] = {"pipe": pipe, "batch": batch, "family_for": family_for, "objective_for": objective_for}
+    exec(_CODE[2], scope)
+    scope["loss"].backward()
+    trained = {name.split(".")[0] for name, x in scope["model"].named_parameters() if x.grad is not None}
+    assert trained == {"controlnet"}
