@@ -19,7 +19,9 @@ from lightning_cp.finetune.lora_file import LoraFile, read_lora
 from lightning_cp.training.ema import full_tensor
 
 ADAPTER = "default"  # name of the adapter in the transformer
+ALL_LINEAR = "all-linear"  # targets: every linear layer, as in peft
 _RANK = 16  # of a new adapter
+_NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -31,10 +33,13 @@ class LoraSettings:
         rank: rank of the matrices; None: that of `file`, or 16.
         alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
         targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
-            family's, or those of `file`.
+            family's, or those of `file`; "all-linear": every linear layer.
         dropout: probability of dropping an element of an adapter's input, in [0, 1). On shards, each rank draws its
             own elements from the shared random state.
         file: LoRA in diffusers' format to continue, or a folder with one.
+        ranks: ranks of layers by the ends of their names, in place of `rank`; the last one that matches counts. Without
+            `alpha`, the scale of each layer is 1.
+        dora: train the norms of the adapted layers' weights, too (DoRA, arXiv:2402.09353).
     Raises: ValueError: an invalid value.
     """
 
@@ -43,10 +48,19 @@ class LoraSettings:
     targets: Sequence[str] | str | None = None
     dropout: float = 0.0
     file: str | Path | None = None
+    ranks: Mapping[str, int] | None = None
+    dora: bool = False
 
     def __post_init__(self) -> None:
         if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
             raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1, or None")
+        for name, rank in (self.ranks or {}).items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"lora.ranks={dict(self.ranks or {})}: {name} must be an integer of at least 1")
+        if self.file is not None and (self.ranks or self.dora):
+            raise ValueError(
+                "lora.ranks and lora.dora do not work with lora.file: only a LoRA of one rank is continued"
+            )
         if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
             raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
@@ -101,10 +115,22 @@ def add_lora(
     names = _layers_to_adapt(model, settings, family, file)
     rank = settings.rank or (_RANK if file is None else file.rank)
     alpha = _checked_alpha(settings, file, rank)
+    ranks = _ranks(settings.ranks or {}, names, type(model).__name__)
+    if settings.dora and any(x.is_meta for x in model.parameters()):
+        raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
         model.add_adapter(
-            peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=settings.dropout, bias="none"),
+            peft.LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                target_modules=names,
+                lora_dropout=settings.dropout,
+                bias="none",
+                rank_pattern=ranks,
+                alpha_pattern=ranks if settings.alpha is None else {},
+                use_dora=settings.dora,
+            ),
             ADAPTER,
         )
     for name in names:
@@ -117,12 +143,19 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
 
     Ranks: all that hold a shard of the transformer.
     """
-    part = f".{ADAPTER}."
+    part, norms = f".{ADAPTER}.", f"{_NORMS}.{ADAPTER}.weight"
     return {
-        name.replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
+        name.replace(norms, _NORMS).replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
         for name, x in transformer.named_parameters()
-        if f".lora_A{part}" in name or f".lora_B{part}" in name
+        if any(f".{kind}{part}" in name for kind in ("lora_A", "lora_B", _NORMS))
     }
+
+
+def _ranks(ranks: Mapping[str, int], names: Sequence[str], model: str) -> dict[str, int]:
+    """Return the rank of each adapted layer that `ranks` names. Raises: ValueError: a name matches no adapted layer."""
+    layers = dict.fromkeys(names, nn.Module())
+    matched = {end: _matched([end], layers, f"{model} that lora.targets adapts", setting="lora.ranks") for end in ranks}
+    return {name: ranks[end] for end, found in matched.items() for name in found}
 
 
 def _is_number(x: object) -> bool:
@@ -165,9 +198,16 @@ def _layers_to_adapt(
 
 
 def _matched(
-    targets: Sequence[str] | str, layers: Mapping[str, nn.Module], model: str, *, every: bool = True
+    targets: Sequence[str] | str,
+    layers: Mapping[str, nn.Module],
+    model: str,
+    *,
+    every: bool = True,
+    setting: str = "lora.targets",
 ) -> list[str]:
     """Return the names of layers that targets match. Raises: ValueError: a target (`every`), or all, match nothing."""
+    if targets == ALL_LINEAR:
+        return [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
     if isinstance(targets, str):
         matched = [name for name in layers if re.fullmatch(targets, name)]
         unmatched = [] if matched else [targets]
@@ -180,7 +220,7 @@ def _matched(
         close = difflib.get_close_matches(unmatched[0], ends, n=3, cutoff=0.4) or ends[:8]
         kind = "the regular expression " if isinstance(targets, str) else ""
         raise ValueError(
-            f"lora.targets: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
+            f"{setting}: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
             f"{', '.join(close)} (for example {next((n for n in layers if _end(n) == close[0]), '')})"
         )
     return matched
@@ -234,3 +274,7 @@ def _set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, s
         values = first, torch.zeros(b.weight.shape, dtype=torch.float32)
     for matrix, value in zip((a, b), values, strict=True):
         matrix.weight = nn.Parameter(value.to(device, torch.float32, copy=True))
+    if ADAPTER in layer.lora_magnitude_vector:  # DoRA: the norms with these matrices, in float32
+        layer.lora_magnitude_vector[ADAPTER].update_layer(
+            base_layer=layer.get_base_layer(), lora_A=a.weight, lora_B=b.weight, scaling=layer.scaling[ADAPTER]
+        )
