@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.lora_file import LoraFile, read_lora
+from lightning_cp.finetune.lora_targets import matched_layers, ranks_of_layers
 from lightning_cp.training.ema import full_tensor
 
 ADAPTER = "default"  # name of the adapter in the transformer
-ALL_LINEAR = "all-linear"  # targets: every linear layer, as in peft
 _RANK = 16  # of a new adapter
 _NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -115,7 +114,7 @@ def add_lora(
     names = _layers_to_adapt(model, settings, family, file)
     rank = settings.rank or (_RANK if file is None else file.rank)
     alpha = _checked_alpha(settings, file, rank)
-    ranks = _ranks(settings.ranks or {}, names, type(model).__name__)
+    ranks = ranks_of_layers(settings.ranks or {}, names, type(model).__name__)
     if settings.dora and any(x.is_meta for x in model.parameters()):
         raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
     model.requires_grad_(False)
@@ -151,13 +150,6 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _ranks(ranks: Mapping[str, int], names: Sequence[str], model: str) -> dict[str, int]:
-    """Return the rank of each adapted layer that `ranks` names. Raises: ValueError: a name matches no adapted layer."""
-    layers = dict.fromkeys(names, nn.Module())
-    matched = {end: _matched([end], layers, f"{model} that lora.targets adapts", setting="lora.ranks") for end in ranks}
-    return {name: ranks[end] for end, found in matched.items() for name in found}
-
-
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
@@ -175,7 +167,7 @@ def _layers_to_adapt(
 ) -> list[str]:
     """Return the names of the layers to adapt, in the model's order. Raises: ValueError: see `add_lora`."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
-    wanted = None if settings.targets is None else _matched(settings.targets, layers, type(model).__name__)
+    wanted = None if settings.targets is None else matched_layers(settings.targets, layers, type(model).__name__)
     if file is not None:
         _check_fits(file, layers, type(model).__name__)
         if settings.rank not in (None, file.rank):
@@ -194,45 +186,7 @@ def _layers_to_adapt(
     if wanted is not None:
         return wanted
     targets = Family.lora_targets if family is None else family.lora_targets
-    return _matched(targets, layers, type(model).__name__, every=False)
-
-
-def _matched(
-    targets: Sequence[str] | str,
-    layers: Mapping[str, nn.Module],
-    model: str,
-    *,
-    every: bool = True,
-    setting: str = "lora.targets",
-) -> list[str]:
-    """Return the names of layers that targets match. Raises: ValueError: a target (`every`), or all, match nothing."""
-    if targets == ALL_LINEAR:
-        return [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    if isinstance(targets, str):
-        matched = [name for name in layers if re.fullmatch(targets, name)]
-        unmatched = [] if matched else [targets]
-    else:
-        by_target = {x: [name for name in layers if name == x or name.endswith(f".{x}")] for x in targets}
-        matched = [name for name in layers if any(name in names for names in by_target.values())]
-        unmatched = [x for x, names in by_target.items() if not names] if every or not matched else []
-    if unmatched:
-        ends = sorted({_end(name) for name in layers})
-        close = difflib.get_close_matches(unmatched[0], ends, n=3, cutoff=0.4) or ends[:8]
-        kind = "the regular expression " if isinstance(targets, str) else ""
-        raise ValueError(
-            f"{setting}: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
-            f"{', '.join(close)} (for example {next((n for n in layers if _end(n) == close[0]), '')})"
-        )
-    return matched
-
-
-def _end(name: str) -> str:
-    """Return the end of a layer's name that lists of targets use: its last part, and the list that it is an item of."""
-    parts = name.split(".")
-    start = len(parts) - 1
-    while start > 0 and parts[start].isdigit():
-        start -= 1
-    return ".".join(parts[start:])
+    return matched_layers(targets, layers, type(model).__name__, every=False)
 
 
 def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> None:
