@@ -34,7 +34,7 @@ def _is_strict(config: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """run_ranks(world, function, *args, timeout_s=60, init=True, strict=None) -> results of all ranks.
+    """run_ranks(world, function, *args, timeout_s=180, init=True, strict=None) -> results of all ranks.
 
     Args: strict: True, or settings, to run on a stand-in for NCCL; None: as the options of pytest say.
     """

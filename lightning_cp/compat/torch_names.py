@@ -57,6 +57,7 @@ __all__ = [
     "imported_config",
     "in_backward",
     "in_bad_fork",
+    "is_allowed_in_graph",
     "is_exporting",
     "is_functional",
     "is_functorch_wrapped_tensor",
@@ -130,6 +131,13 @@ def in_backward() -> bool:
 def dynamo_is_imported() -> bool:
     """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def is_allowed_in_graph(kind: type) -> bool:
+    """Return True if `torch._dynamo.allow_in_graph` was called with a class, as diffusers does with LTX and Mochi."""
+    with private_names("torch"):
+        from torch._dynamo.trace_rules import is_callable_allowed
+    return bool(is_callable_allowed(kind))
 
 
 def script_as(stand_in: Any, original: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_cp.compat.compiler_options import allow_graphs_of_lengths
-from lightning_cp.compat.torch_names import dynamo_is_imported
+from lightning_cp.compat.torch_names import dynamo_is_imported, is_allowed_in_graph
 from lightning_cp.engine.attention.diffusers_dispatch import backends_of
 from lightning_cp.engine.attention.scopes import Scopes
 from lightning_cp.engine.attention.stand_ins import are_installed, install_stand_ins, release_stand_ins
@@ -57,6 +57,7 @@ class Installed(ForwardWrapper):
         self._attending: list[nn.Module] = []
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
+        self._traced_forward: Function | None = None
 
     def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
@@ -121,9 +122,11 @@ class Installed(ForwardWrapper):
             torch.compiler.reset()
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.original is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.original(*args, **kwargs)
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        if self._traced_forward is not None and torch.compiler.is_compiling():
+            return self._traced_forward(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def _install_rules(self) -> None:
         self.caches.follow()
@@ -160,6 +163,8 @@ class Installed(ForwardWrapper):
 
         If the plan does not fit, it stays removed, and `_reinstall` raises the error.
         """
+        kind = type(self.module)
+        self._traced_forward = kind.forward if is_allowed_in_graph(kind) else None  # dynamo looks up no method of it
         if not are_installed():
             install_stand_ins(self)
         if self._structure is None or not self._structure.is_unchanged_eagerly() or self.caches.have_changed():

@@ -1,6 +1,7 @@
 """Models that fail or sleep on one rank."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,15 +25,15 @@ class FailingDenoiser(WanDenoiser):
 
 
 class NappingDenoiser(WanDenoiser):
-    """Sleeps in the third forward on rank 1, while its peers wait in attention."""
+    """Sleeps in the third forward on rank 1 until a file exists, while its peers wait in attention."""
 
-    def __init__(self, *, nap_s: float, **settings: Any) -> None:
+    def __init__(self, *, until: str, **settings: Any) -> None:
         super().__init__(**settings)
-        self.nap_s = nap_s
+        self.until = until
         self.forwards = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
-        if self.forwards == 3 and dist.get_rank() == 1:
-            time.sleep(self.nap_s)
+        while self.forwards == 3 and dist.get_rank() == 1 and not Path(self.until).exists():
+            time.sleep(0.05)
         return super().forward(*args, **kwargs)

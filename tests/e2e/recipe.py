@@ -77,7 +77,7 @@ def run(
     folder: Path,
     launcher: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = 150,
+    timeout_s: float = 300,
     cold: bool = False,
 ) -> Finished:
     """Runs the recipe to its end."""

@@ -81,7 +81,10 @@ def found_in(steps: Callable[[], None], recorder: CrossingRecorder) -> tuple[lis
     return list(recorder.crossings), list(recorder.waits)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(x, marks=pytest.mark.full) if x in ("ring alltoall", "unified allgather") else x for x in MODES],
+)
 @pytest.mark.parametrize(
     ("build", "width"),
     [

@@ -83,7 +83,7 @@ class RankPool:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 180.0,
         init: bool = True,
         strict: Strict | bool | None = None,
     ) -> list[Any]:
@@ -143,7 +143,7 @@ class RankPool:
                     reply: Reply = pickle.loads(connection.recv_bytes())
                     replies[rank], error = reply, reply.error
                 except EOFError:
-                    self._workers[rank].process.join(5)
+                    self._workers[rank].process.join(60)
                     error = f"the process ended with exit code {self._workers[rank].process.exitcode}"
                 if error:
                     report.append(f"--- rank {rank} failed:\n{error}{self._output(rank)}")
@@ -153,8 +153,12 @@ class RankPool:
     def _stacks(self, rank: int, timeout_s: float) -> str:
         process = self._workers[rank].process
         if process.pid is not None and process.is_alive():
+            log, deadline = self._workers[rank].log, time.monotonic() + 60
+            size = log.stat().st_size
             os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.3)
+            while log.stat().st_size == size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.3)  # until all is written
         return f"--- rank {rank} hung (limit {timeout_s} s, {GRACE_S} s once another failed):{self._output(rank)}"
 
     def _output(self, rank: int) -> str:

@@ -43,6 +43,8 @@ IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r"Set timeout is now only supported for.*", UserWarning, r".*"),
 )
 
+_GRACE_S = 60.0  # for the threads of a job
+
 
 @dataclass(frozen=True)
 class Job:
@@ -162,7 +164,7 @@ def _clean_state() -> Iterator[None]:
         gc.collect()
         gc.freeze()  # the next collection passes over modules that this job imported: they have 250,000 objects
     for thread in running_threads() - threads:
-        thread.join(10)  # the stall watch sees the end of the process group at its next look
+        thread.join(_GRACE_S)  # the stall watch sees the end of the process group at its next look
         assert not thread.is_alive(), f"the job left a thread behind: {thread}"
 
 

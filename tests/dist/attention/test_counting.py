@@ -161,7 +161,7 @@ def _same(actual: Traffic, expected: Traffic) -> bool:
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
     full_unless(
-        lambda world, ring, ulysses, rotate: world < 6 or (ring == 3) == (rotate == "alltoall"),
+        lambda world, ring, ulysses, rotate: world == 3 or (world == 6 and (ring == 3) == (rotate == "alltoall")),
         [(*mode, rotate) for mode in MODES for rotate in ("allgather", "alltoall")],
     ),
 )
@@ -215,7 +215,7 @@ def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> No
         assert forward.ulysses_bytes == backward.ulysses_bytes == expected
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+@pytest.mark.parametrize(("world", "ring", "ulysses"), full_unless(lambda world, *_: world != 4, MODES))
 def test_sizes_are_exchanged_once_without_lengths_and_never_with_them(
     run_ranks: RankPool, world: int, ring: int, ulysses: int
 ) -> None:

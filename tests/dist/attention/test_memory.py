@@ -45,7 +45,7 @@ def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
     return forward, backward
 
 
-@pytest.mark.parametrize("mode", ["allgather", "alltoall", "ulysses"])
+@pytest.mark.parametrize("mode", [pytest.param("allgather", marks=pytest.mark.full), "alltoall", "ulysses"])
 @pytest.mark.parametrize("world", DEGREES)
 def test_what_is_held_for_backward_falls_with_the_number_of_ranks(run_ranks: RankPool, world: int, mode: str) -> None:
     """In addition to its inputs, a ring holds its result; Ulysses holds the exchanged tensors instead of the inputs."""

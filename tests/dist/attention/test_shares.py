@@ -61,7 +61,7 @@ def _checked(rank: int, world: int, name: str, mode: str, text: int | None) -> s
     return "" if found.passed else str(found)
 
 
-_QUICK = [("flux", "ulysses", 3), ("wan", "rotation", 3), ("lumina2", "ring", 3), ("sd3", "unified", 4)]
+_QUICK = [("flux", "ulysses", 3), ("wan", "rotation", 3), ("lumina2", "ring", 3)]
 _REST = [(name, mode, 3) for name in FIRST.values() for mode in ("ring", "ulysses")]
 _REST += [
     (name, mode, world)

@@ -83,7 +83,7 @@ def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
         ("ring", "sharded"),
         pytest.param("sharded", "sharded, whole file", marks=pytest.mark.full),
         pytest.param("sharded, whole file", "sharded", marks=pytest.mark.full),
-        ("sharded, whole file", "ring"),
+        pytest.param("sharded, whole file", "ring", marks=pytest.mark.full),
     ],
 )
 def test_a_fit_goes_on_under_another_strategy(run_ranks: RankPool, tmp_path: Path, first: str, then: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankFailure, RankPool
+from tests.harness import RankFailure, RankPool, worker
 
 
 def _sum_of_ranks(rank: int, world: int, start: int) -> tuple[int, int, bool]:
@@ -38,7 +38,7 @@ def _one_hangs(rank: int, world: int) -> None:
 
 
 def _wait_for_nothing() -> None:
-    time.sleep(100)
+    time.sleep(1000)
 
 
 def _one_dies(rank: int, world: int) -> None:
@@ -52,6 +52,7 @@ def _warns(rank: int, world: int) -> None:
 
 
 def _leaves_a_thread(rank: int, world: int) -> None:
+    worker._GRACE_S = 0.1  # this process takes no further job
     threading.Thread(target=_wait_for_nothing, daemon=True).start()
 
 
@@ -72,11 +73,11 @@ def test_workers_are_reused_but_a_call_leaves_no_state_to_the_next(run_ranks: Ra
 @pytest.mark.parametrize(
     ("function", "limit_s", "expected"),
     [
-        (_one_raises, 30, r"rank 1 failed:(.|\n)*the cause"),
-        (_one_hangs, 3, r"rank 2 hung(.|\n)*_wait_for_nothing"),
-        (_one_dies, 30, r"rank 0 failed:\n.*exit code 7"),
-        (_warns, 30, r"UserWarning: careless"),
-        (_leaves_a_thread, 30, r"left a thread behind"),
+        (_one_raises, 150, r"rank 1 failed:(.|\n)*the cause"),
+        (_one_hangs, 6, r"rank 2 hung(.|\n)*_wait_for_nothing"),
+        (_one_dies, 150, r"rank 0 failed:\n.*exit code 7"),
+        (_warns, 150, r"UserWarning: careless"),
+        (_leaves_a_thread, 150, r"left a thread behind"),
     ],
 )
 def test_a_failing_rank_is_reported_and_the_pool_recovers(
@@ -85,5 +86,5 @@ def test_a_failing_rank_is_reported_and_the_pool_recovers(
     began = time.monotonic()
     with pytest.raises(RankFailure, match=expected):
         run_ranks(3, function, timeout_s=limit_s)  # type: ignore[arg-type]
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 500
     assert [answer[0] for answer in run_ranks(3, _sum_of_ranks, 1)] == [6] * 3

@@ -115,7 +115,7 @@ def _two_worlds(rank: int, world: int) -> list[tuple[int, int]]:
         if rank >= size:
             return facts
         fresh = dist.PrefixStore(f"world of {size}", store)
-        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timedelta(seconds=120))
         groups = groups_for(ContextParallelConfig(ring_degree=size))
         assert groups_for(ContextParallelConfig(ring_degree=size)) is groups
         gc.collect()

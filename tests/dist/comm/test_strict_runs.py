@@ -99,7 +99,7 @@ def _many_large(rank: int, world: int) -> float:
 
 
 def test_large_operations_are_posted_while_the_results_of_others_arrive(run_ranks: RankPool) -> None:
-    assert run_ranks(2, _many_large, strict=True, timeout_s=6) == 2 * [2.0 * sum(range(8))]
+    assert run_ranks(2, _many_large, strict=True) == 2 * [2.0 * sum(range(8))]
 
 
 @pytest.mark.parametrize("test", LEFT_OUT)

@@ -92,7 +92,7 @@ def _of_ranks(rank: int, world: int, name: str, mode: str, samples: int, backend
     return _counts(counter, name, samples, lambda arguments: outcome(reference, arguments), step, texts)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "flux" else FULL) for x in MODELS])
 def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> None:
     ((graphs, error),) = run_ranks(1, _of_ranks, name, "ring", 2, "eager")
     kinds = MODELS[name][1]
@@ -103,9 +103,9 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("world", "name", "mode", "samples", "backend"),
     [
-        (2, "flux", "ring", 1, "eager"),
+        pytest.param(2, "flux", "ring", 1, "eager", marks=FULL),
         (3, "wan", "ring", 1, "eager"),
-        (3, "wan", "whole", 2, "eager"),
+        pytest.param(3, "wan", "whole", 2, "eager", marks=FULL),
         pytest.param(3, "wan", "rotation", 2, "aot_eager", marks=FULL),
         pytest.param(3, "wan", "replay", 1, "aot_eager", marks=FULL),
         pytest.param(3, "wan", "selective", 2, "aot_eager", marks=FULL),

@@ -287,7 +287,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("_native_math", "{'math'}"),
+        pytest.param("_native_math", "{'math'}", marks=pytest.mark.full),
         pytest.param("flex", "one of native, _native_flash", marks=pytest.mark.full),
     ],
 )

@@ -150,7 +150,11 @@ def _meanflow_under_fabric(rank: int, world: int, kind: str, way: str, settings:
 
 @pytest.mark.parametrize(
     ("kind", "way", "settings"),
-    [("cp", "torch.func", {"broadcast_buffers": False}), ("cp", "forward_ad", {}), ("cp_fsdp", "torch.func", {})],
+    [
+        ("cp", "torch.func", {"broadcast_buffers": False}),
+        pytest.param("cp", "forward_ad", {}, marks=pytest.mark.full),
+        ("cp_fsdp", "torch.func", {}),
+    ],
 )
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")

@@ -151,7 +151,7 @@ def test_bad_input_on_all_ranks_is_refused_on_all_ranks(run_ranks: RankPool, mod
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_bad_input_on_one_rank_is_refused_on_every_rank(run_ranks: RankPool, mode: str, bad_rank: int) -> None:
-    for rank, answers in enumerate(run_ranks(3, _bad_on_one, mode, bad_rank, timeout_s=40)):
+    for rank, answers in enumerate(run_ranks(3, _bad_on_one, mode, bad_rank)):
         for name, (kinds, message) in answers.items():
             # Errors that only lengths show (a mask's last dim) are found after the exchange, by all.
             late = name in ("mask columns", "mask rows", "mask rows of local keys")

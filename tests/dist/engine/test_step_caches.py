@@ -97,11 +97,17 @@ _FULL = [
 ]
 
 
+_LONG = [
+    ("wan", "first_block", "ring", 3),
+    ("cogvideox", "first_block", "unified", 4),
+    ("cosmos3", "sea", "ulysses", 3),
+    ("wan", "broadcast", "ulysses", 3),
+]
 _BEFORE_AND_AFTER = [(trial, before) for trial in dict.fromkeys([*_DEFAULT, *_FULL]) for before in (False, True)]
 
 
 def _marks(trial: tuple[str, str, str, int], *, before: bool) -> tuple[pytest.MarkDecorator, ...]:
-    default = trial in _DEFAULT and before == bool(_DEFAULT.index(trial) % 2)
+    default = trial in _DEFAULT and trial not in _LONG and before == bool(_DEFAULT.index(trial) % 2)
     return () if default else (pytest.mark.full,)
 
 

@@ -54,7 +54,9 @@ def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -
     return proof.error, proof.found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(3, 1), (1, 2), *(pytest.param(*x, marks=pytest.mark.full) for x in ((2, 1), (2, 2)))]
+)
 def test_loss_and_gradients_are_those_of_one_process(
     ring: int, ulysses: int, flux: Prepared, run_ranks: RankPool
 ) -> None:
@@ -116,8 +118,8 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
     ("kind", "degrees"),
     [
         pytest.param(ContextParallelStrategy, {"ring": 2}, marks=pytest.mark.full),
-        (ContextParallelStrategy, {"ring": 3}),
-        (ContextParallelStrategy, {"ulysses": 2}),
+        pytest.param(ContextParallelStrategy, {"ring": 3}, marks=pytest.mark.full),
+        pytest.param(ContextParallelStrategy, {"ulysses": 2}, marks=pytest.mark.full),
         (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),
         (ContextParallelFSDPStrategy, {"ring": 2}),
     ],
@@ -159,7 +161,7 @@ def _wrong_topology(rank: int, world: int, given: Prepared, mistake: str) -> tup
     return proof.passed, proof.found
 
 
-@pytest.mark.parametrize("mistake", ["prediction", "gradient"])
+@pytest.mark.parametrize("mistake", [pytest.param("prediction", marks=pytest.mark.full), "gradient"])
 def test_the_topology_proof_finds_ranks_that_differ(mistake: str, flux: Prepared, run_ranks: RankPool) -> None:
     ((passed, found),) = set(run_ranks(3, _wrong_topology, flux, mistake))
     assert not passed

@@ -111,8 +111,8 @@ CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
     ("name", "kind", "degrees", "optimizer"),
     [
         ("wan", CP, {"ring": 2}, "sgd"),
-        ("flux", CP, {"ring": 3}, "adamw"),
-        ("wan", CP, {"ulysses": 2}, "adamw"),
+        pytest.param("flux", CP, {"ring": 3}, "adamw", marks=pytest.mark.full),
+        pytest.param("wan", CP, {"ulysses": 2}, "adamw", marks=pytest.mark.full),
         ("flux", CP, {"ulysses": 2}, "sgd"),
         pytest.param("wan", FSDP, {"ring": 3}, "adamw", marks=pytest.mark.full),
         ("flux", FSDP, {"ring": 3}, "adamw"),
@@ -214,7 +214,7 @@ def _low_precision(rank: int, world: int, folder: Path, name: str, kind: type, p
 @pytest.mark.parametrize(
     ("name", "kind", "precision"),
     [
-        ("wan", FSDP, "32-true"),
+        pytest.param("wan", FSDP, "32-true", marks=pytest.mark.full),
         ("wan", FSDP, "bf16-mixed"),
         ("flux", CP, "32-true"),
         pytest.param("wan", CP, "32-true", marks=pytest.mark.full),

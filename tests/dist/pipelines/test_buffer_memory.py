@@ -75,7 +75,7 @@ _CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any], int, tuple[int
     "branches": ("flux_true_cfg", 2, {}, {"cfg": 2}, 1, (1,)),
     "batch": ("sd3", 4, {}, {"cfg": 2, "pipe": 2}, 2, (2,)),
 }
-_DEFAULT = ("last_stage", "ring")
+_DEFAULT = ("last_stage",)
 
 
 @pytest.mark.parametrize(

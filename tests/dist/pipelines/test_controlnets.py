@@ -62,7 +62,7 @@ def _shared(
     ("world", "name", "mode", "cfg", "degrees", "shard"),
     [
         (3, "flux_controlnet", "ulysses", 1, {}, ()),
-        (4, "flux_controlnet", "ring", 2, {"ulysses": {"ulysses": 4}}, ()),
+        pytest.param(4, "flux_controlnet", "ring", 2, {"ulysses": {"ulysses": 4}}, (), marks=pytest.mark.full),
         pytest.param(4, "flux_two_controlnets", "ulysses", 2, {}, (), marks=pytest.mark.full),
         pytest.param(4, "flux_controlnet", "ring", 2, {}, ("controlnet", "transformer"), marks=pytest.mark.full),
         pytest.param(3, "flux_two_controlnets", "ring", 1, {}, ("controlnet",), marks=pytest.mark.full),

@@ -139,7 +139,7 @@ def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
     [
         (2, {"cfg": 2}),
         (3, {"ring": 3}),
-        (2, {"pipe": 2}),
+        pytest.param(2, {"pipe": 2}, marks=pytest.mark.full),
         pytest.param(4, {"cfg": 2, "ring": 2}, marks=pytest.mark.full),
     ],
 )

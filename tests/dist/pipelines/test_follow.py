@@ -462,7 +462,7 @@ def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | N
                 leader.cancel()
             return call(*args, **kwargs)
 
-        inputs = lambda: _inputs(*FLUX, 0) | {"num_inference_steps": 20}  # noqa: E731
+        inputs = lambda: _inputs(*FLUX, 0) | {"num_inference_steps": 8}  # noqa: E731
         expected = [_first(leader(**inputs())) for _ in range(3)]  # they find out that steps can overlap
         undo = intercept_calls(pipe.transformer.transformer_blocks[0], count)
         with pytest.raises(CallCancelledError) as caught:
@@ -477,7 +477,7 @@ def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | N
 def test_a_call_whose_steps_overlap_is_cancelled_before_its_next_forward(run_ranks: RankPool) -> None:
     said, forwards = run_ranks(2, _cancelled_while_steps_overlap)[0]
     assert said == "the call was cancelled"
-    assert forwards == 9  # of 1 + 19 * 2
+    assert forwards == 9  # of 1 + 7 * 2
 
 
 def _interrupted(rank: int, world: int) -> tuple[list[str], float]:

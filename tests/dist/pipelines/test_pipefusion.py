@@ -13,6 +13,7 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallel
 from lightning_cp.errors import CallFailedError, GuidanceError, PlanError, ShapeError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.undoable import intercept_method
+from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import STEPS
 from tests.dist.pipefusion import error_of as _error
 from tests.dist.pipefusion import latents_of as _latents
@@ -23,10 +24,10 @@ from tests.harness import RankPool
 def _compare(rank: int, world: int, name: str, degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, float]:
     """Largest relative errors against one process with the same patches, and against it without patches."""
     alone, plain = _pipe(name), _pipe(name)
-    without = _latents(plain, name)
+    without = of_first_rank(lambda: _latents(plain, name))
     patches = {key: settings[key] for key in ("patches", "warmup") if key in settings}
     parallelize_pipeline(alone, ContextParallelConfig(mesh=None), **patches)
-    expected = _latents(alone, name)
+    expected = of_first_rank(lambda: _latents(alone, name))
     pipe = _pipe(name)
     parallelize_pipeline(pipe, ContextParallelConfig(**degrees), **settings)
     found, again = _latents(pipe, name), _latents(pipe, name)
@@ -75,7 +76,7 @@ _CASES = {
     "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
-_DEFAULT = ("flux_stages3", "flux_cfg", "flux_cfg_alone", "flux_ulysses")
+_DEFAULT = ("flux_stages3", "flux_cfg")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case
             assert found["weights"] < 1
 
 
-@pytest.mark.parametrize("name", ["flux", "helios_pyramid", "ltx_long"])
+@pytest.mark.parametrize("name", ["flux", pytest.param("helios_pyramid", marks=pytest.mark.full), "ltx_long"])
 def test_whole_evaluations_only_are_exact(name: str) -> None:
     """Each window of a long video, and each resolution of a pyramid, has a denoising loop with other tokens."""
     plain, pipe = _pipe(name), _pipe(name)
@@ -109,9 +110,11 @@ def _too_many_patches(rank: int, world: int) -> tuple[str, bool]:
     alone, pipe = _pipe("helios_pyramid"), _pipe("helios_pyramid")
     parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=6)
     parallelize_pipeline(pipe, ContextParallelConfig(), pipe=2, cfg=world // 2, patches=6)
+    short = {"num_inference_steps": 2}  # of each resolution
     with pytest.raises((ShapeError, CallFailedError)) as raised:  # of this branch of guidance, or of the other one
-        _latents(pipe, "helios_pyramid", width=64)
-    return str(raised.value), _error(_latents(alone, "helios_pyramid"), _latents(pipe, "helios_pyramid")) < 1e-12
+        _latents(pipe, "helios_pyramid", width=64, **short)
+    expected = of_first_rank(lambda: _latents(alone, "helios_pyramid", **short))
+    return str(raised.value), _error(expected, _latents(pipe, "helios_pyramid", **short)) < 1e-12
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from lightning_cp.pipelines import Leader, follow
 from tests.harness import RankPool
 from tests.pipelines import sd3
 
-AFTER_S, NAP_S = 0.6, 2.0
+AFTER_S = 1.0
 SMALL = {**sd3.TINY["sd3"].inputs(), "num_inference_steps": 1}
 
 
@@ -24,17 +26,37 @@ def _parallel(ring: int, **settings: Any) -> Any:
     return pipe
 
 
-def _stalls(rank: int, world: int) -> tuple[list[str], bool]:
+def _reports(rank: int, folder: str) -> list[str]:
+    """Reports of this rank's watch, from now on. A report of a nap makes a file in the folder."""
+    messages, watch = list[str](), current_watch()
+
+    def report(text: str) -> None:
+        messages.append(text)
+        if "in nap)" in text:
+            Path(folder, str(rank)).touch()
+
+    watch._report = report  # type: ignore[union-attr]
+    return messages
+
+
+def _let_beat(beats: int) -> None:
+    """Wait until this rank's watch has looked so many times."""
+    watch: Any = current_watch()
+    end = watch._status.beat + beats
+    while watch._status.beat < end:
+        time.sleep(0.05)
+
+
+def _stalls(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
     """Return the reports of a stall in a thread's call, and whether the followers' wait for a request is reported."""
 
     def nap(*_: Any) -> dict[str, Any]:
-        time.sleep(NAP_S if rank == 1 else 0)
+        while rank == 1 and len(os.listdir(folder)) < world - 1:
+            time.sleep(0.05)
         return {}
 
-    messages: list[str] = []
     pipe = _parallel(world, stall_s=AFTER_S)
-    watch: Any = current_watch()
-    watch._report = messages.append
+    messages = _reports(rank, folder)
     thread = threading.Thread(target=lambda: pipe(**SMALL, callback_on_step_end=nap))
     thread.start()
     thread.join()
@@ -42,31 +64,33 @@ def _stalls(rank: int, world: int) -> tuple[list[str], bool]:
 
     def loop(leader: Leader) -> bool:
         leader(**SMALL)
-        time.sleep(3 * watch._tick_s)
+        _let_beat(3)
         before = len(messages)
-        time.sleep(NAP_S)
+        _let_beat(7)  # more than AFTER_S
         return len(messages) > before  # rank 0 reports the others' waits, too
 
     return of_call, bool(follow(pipe, loop))
 
 
-def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(run_ranks: RankPool) -> None:
-    reports = run_ranks(3, _stalls)
+def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(
+    run_ranks: RankPool, tmp_path: Path
+) -> None:
+    reports = run_ranks(3, _stalls, str(tmp_path))
     for of_call, _ in (reports[0], reports[2]):  # on a busy machine, there may be other stalls
         assert any("rank 1 is in no collective" in text and "in nap)" in text for text in of_call), of_call
     assert not any(is_reported for _, is_reported in reports)
 
 
-def _stalls_of_groups(rank: int, world: int) -> tuple[list[str], list[str]]:
+def _stalls_of_groups(rank: int, world: int, folder: str) -> tuple[list[str], list[str]]:
     """Two data groups. Return the reports while only that of rank 0 makes calls, and those of a stall in the other."""
     pipe = _parallel(2, stall_s=AFTER_S)
-    messages, step = list[str](), pipe.scheduler.step
+    messages, step = _reports(rank, folder), pipe.scheduler.step
     watch: Any = current_watch()
-    watch._report = messages.append
     idle = list[str]()
 
     def nap(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(NAP_S if rank == 3 else 0)
+        while rank == 3 and not Path(folder, "2").exists():
+            time.sleep(0.05)
         return step(*args, **kwargs)
 
     def note_idle() -> None:
@@ -76,8 +100,8 @@ def _stalls_of_groups(rank: int, world: int) -> tuple[list[str], list[str]]:
     pipe.note_idle = note_idle
 
     def loop(leader: Leader) -> None:
-        until = time.monotonic() + NAP_S
-        while time.monotonic() < until:
+        until = watch._status.beat + 10
+        while watch._status.beat < until:
             leader(**SMALL)
         leader.method("note_idle")
         inside, done = threading.Event(), threading.Event()
@@ -94,8 +118,8 @@ def _stalls_of_groups(rank: int, world: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.full
-def test_an_idle_data_group_is_not_reported_and_a_stalled_one_is(run_ranks: RankPool) -> None:
-    reports = run_ranks(4, _stalls_of_groups, timeout_s=120)
+def test_an_idle_data_group_is_not_reported_and_a_stalled_one_is(run_ranks: RankPool, tmp_path: Path) -> None:
+    reports = run_ranks(4, _stalls_of_groups, str(tmp_path))
     for idle, _ in reports[2:]:
         assert idle == []
     assert any("rank 3 is in no collective" in text and "in nap)" in text for text in reports[2][1]), reports[2]

@@ -103,7 +103,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
 @pytest.mark.parametrize(
     ("kind", "world", "settings"),
     [
-        ("cp", 2, {}),
+        pytest.param("cp", 2, {}, marks=pytest.mark.full),
         pytest.param("cp_fsdp", 2, {"reshard_after_forward": False}, marks=pytest.mark.full),
         ("cp_fsdp", 3, {}),
     ],

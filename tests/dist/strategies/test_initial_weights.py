@@ -116,8 +116,8 @@ def _trained(rank: int, world: int, flavour: str, kind: str, how: str, settings:
 @pytest.mark.parametrize(
     ("flavour", "kind", "how", "world"),
     [
-        ("fabric", "cp", "seeds", 2),
-        ("fabric", "cp", "meta", 3),
+        pytest.param("fabric", "cp", "seeds", 2, marks=pytest.mark.full),
+        pytest.param("fabric", "cp", "meta", 3, marks=pytest.mark.full),
         ("fabric", "cp_fsdp", "seeds", 3),
         ("fabric", "cp_fsdp", "meta", 3),
         ("fabric", "cp_fsdp", "encoder", 2),
@@ -133,7 +133,7 @@ def test_training_starts_from_the_first_ranks_weights(
     assert max(run_ranks(world, _trained, flavour, kind, how, {}, init=False)) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["seeds", "meta"])
+@pytest.mark.parametrize("how", [pytest.param("seeds", marks=pytest.mark.full), "meta"])
 def test_replicas_of_shards_start_from_the_first_ranks_weights(run_ranks: RankPool, how: str) -> None:
     settings = {"ring": 2, "replicate": 2}
     assert max(run_ranks(4, _trained, "fabric", "cp_fsdp", how, settings, init=False)) < 1e-5

@@ -91,10 +91,10 @@ def _refused(rank: int, world: int, flavour: str, kind: str, hows: list[str]) ->
 @pytest.mark.parametrize(
     ("flavour", "kind", "hows"),
     [
-        ("fabric", "cp", ["load", "data"]),
+        pytest.param("fabric", "cp", ["load", "data"], marks=pytest.mark.full),
         ("fabric", "cp_fsdp", ["shards", "data", "frozen"]),
         ("trainer", "cp", ["load"]),
-        ("trainer", "cp_fsdp", ["shards"]),
+        pytest.param("trainer", "cp_fsdp", ["shards"], marks=pytest.mark.full),
     ],
 )
 def test_weights_loaded_on_some_ranks_are_refused_on_every_rank(

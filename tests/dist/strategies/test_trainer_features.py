@@ -75,7 +75,7 @@ def _feature(rank: int, world: int, name: str) -> float:
     [
         ("clip by value", 1e-3),
         ("bf16-mixed", 0.05),
-        ("bf16-true", 0.2),
+        pytest.param("bf16-true", 0.2, marks=pytest.mark.full),
         pytest.param("activation checkpointing", 1e-4, marks=pytest.mark.full),
         ("selective checkpointing", 1e-4),
         pytest.param("compiled blocks", 1e-4, marks=pytest.mark.full),

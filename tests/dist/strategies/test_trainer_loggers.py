@@ -116,7 +116,7 @@ def _to_wandb(rank: int, world: int, folder: str) -> tuple[list[float], list[str
     finally:
         if "wandb" in sys.modules:  # the pool keeps this process, so nothing would end wandb's
             sys.modules["wandb"].teardown()
-    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5)
+    _, left = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=60)
     return losses, [" ".join(process.cmdline()) for process in left]
 
 

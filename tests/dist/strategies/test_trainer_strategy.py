@@ -61,10 +61,10 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int, shares
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "accumulate", "shares"),
     [
-        (2, 2, 1, 1, [2, 1]),
-        (3, 3, 1, 1, None),
+        pytest.param(2, 2, 1, 1, [2, 1], marks=pytest.mark.full),
+        pytest.param(3, 3, 1, 1, None, marks=pytest.mark.full),
         (3, 1, 3, 1, [1, 3, 2]),
-        (4, 2, 1, 2, None),
+        pytest.param(4, 2, 1, 2, None, marks=pytest.mark.full),
         (4, 2, 2, 1, None),
         pytest.param(4, 2, 1, 1, [2, 1], marks=pytest.mark.full),
     ],

@@ -89,22 +89,27 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
     assert (tmp_path / "bench_data.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
-    for given, said in (
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
         (
             "workloads=[atention]",
             "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, shares",
         ),
-        ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
-        ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
-        ("workloads=[]", "workloads=[] is not valid: must be some of attention"),
-        ("~model", "these settings have no model"),
         ("~data", "data needs settings with a diffusers.WanTransformer3DModel and a section data, as in bench=cpu"),
-    ):
-        done = _bench(tmp_path, given)
-        assert done.returncode == 1
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        pytest.param("ranks=[1]", "ranks=[1]: must be integers of at least 2", marks=pytest.mark.full),
+        pytest.param(
+            "attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1", marks=pytest.mark.full
+        ),
+        pytest.param("workloads=[]", "workloads=[] is not valid: must be some of attention", marks=pytest.mark.full),
+        pytest.param("~model", "these settings have no model", marks=pytest.mark.full),
+    ],
+)
+def test_a_wrong_setting_is_one_error(given: str, said: str, tmp_path: Path) -> None:
+    done = _bench(tmp_path, given)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -143,15 +148,21 @@ def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     assert "| flash | float64 |" in page
 
 
-def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
-    for given, said in (
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
         ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
-        ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
-        ("device=tpu", "device=tpu is not valid: must be cpu or cuda"),
-    ):
-        done = _gpu_stages(tmp_path, given)
-        assert done.returncode == 1
-        assert said in done.stderr
+        pytest.param("stage_s=0", "stage_s=0: must be a number of seconds above 0", marks=pytest.mark.full),
+        pytest.param("device=tpu", "device=tpu is not valid: must be cpu or cuda", marks=pytest.mark.full),
+    ],
+)
+def test_wrong_settings_of_the_stages_are_one_error(given: str, said: str, tmp_path: Path) -> None:
+    done = _gpu_stages(tmp_path, given)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_a_results_file_that_is_none_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}[")
     done = _gpu_stages(tmp_path, "stages=[errors]")
     assert done.returncode == 1

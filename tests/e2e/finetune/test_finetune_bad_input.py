@@ -159,13 +159,23 @@ def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
     ("overrides", "message"),
     [
         (("certify=true",), "strategy=single is one"),
-        ((*RANKS, "certify=true", "log_every=2"), "set log_every=1, not 2"),
+        pytest.param((*RANKS, "certify=true", "log_every=2"), "set log_every=1, not 2", marks=pytest.mark.full),
         ((*RANKS, "certify=true", "resume=last"), "certify a new run"),
-        (("sampling.every=2",), "sampling.every=2 and sampling.prompts=null belong together"),
+        pytest.param(
+            ("sampling.every=2",), "sampling.every=2 and sampling.prompts=null belong together", marks=pytest.mark.full
+        ),
         (("sampling.every=2", "sampling.prompts=7"), "sampling.prompts=7 is not valid"),
-        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.fps=0"), "sampling.fps=0 is not valid"),
+        pytest.param(
+            ("sampling.every=2", "sampling.prompts=[a cat]", "sampling.fps=0"),
+            "sampling.fps=0 is not valid",
+            marks=pytest.mark.full,
+        ),
         (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[a,b]"), "must be a list of files, one for"),
-        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[no.png]"), "no.png does not exist"),
+        pytest.param(
+            ("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[no.png]"),
+            "no.png does not exist",
+            marks=pytest.mark.full,
+        ),
         (("sampling=midpoint", "sampling.every=2"), "needs sampling=prompts"),
     ],
 )

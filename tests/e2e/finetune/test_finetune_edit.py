@@ -60,6 +60,7 @@ def check_equal(here: Finished, alone: Finished) -> None:
     assert len(set(alone.losses)) == len(alone.losses)
 
 
+@pytest.mark.full
 def test_kontext_on_three_ranks_equals_one_process(kontext: Path, alone: Finished) -> None:
     given = (*SMALL, "max_steps=2", "strategy=cp", "ring=3")
     check_equal(tune(kontext, "three", *given, experiment="finetune_kontext"), alone)

@@ -95,7 +95,7 @@ def _differences(pipe: Any, folder: Path) -> list[int]:
 
 
 def test_arguments_that_the_pipeline_does_not_take_are_one_error(flux: Path) -> None:
-    finished = _tune(flux, "unknown", "lora.rank=4", "strategy=cp", "ring=3", *PICTURES, "+sampling.call.frames=5")
+    finished = _tune(flux, "unknown", "lora.rank=4", "strategy=cp", "ring=2", *PICTURES, "+sampling.call.frames=5")
     assert "sampling.call.frames is not an argument of FluxPipeline" in error_of(finished)
-    refused = _tune(flux, "refused", "lora.rank=4", "strategy=cp", "ring=3", *PICTURES, "+sampling.call.height=-16")
+    refused = _tune(flux, "refused", "lora.rank=4", "strategy=cp", "ring=2", *PICTURES, "+sampling.call.height=-16")
     assert "sampling: the prompts cannot be encoded" in error_of(refused)

@@ -46,7 +46,7 @@ def size_of(path: Path) -> tuple[int, int, int]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of recipes/train.py."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    done = run(*SMALL, "max_steps=30", "output_root=..", folder=folder)
+    done = run(*SMALL, "max_steps=4", "output_root=..", folder=folder)
     assert done.exit_code == 0, done.stderr
     return folder
 
@@ -185,7 +185,7 @@ def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tm
 
 def test_help_lists_every_setting() -> None:
     command = [sys.executable, str(RECIPE), "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True).stdout
     listed = {word for line in shown.splitlines() if line.startswith("  ") for word in line.replace(",", " ").split()}
     given = (ROOT / "conf" / "sample.yaml").read_text().split("\nhydra:")[0].splitlines()
     keys = {line.partition(":")[0] for line in given if line and line[0].isalpha()} - {"defaults", "sweep"}

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.target import reads_settings
 
+HANG_S = 600.0
 CONF = str(Path(__file__).parents[3] / "conf")
 
 
@@ -42,7 +43,7 @@ def train(config: Any) -> None:
     if fault == f"kill_{rank}":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang" or (fault != "none" and not fault.endswith(str(rank))):
-        time.sleep(60)
+        time.sleep(HANG_S)
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")

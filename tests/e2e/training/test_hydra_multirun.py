@@ -28,7 +28,7 @@ def sweep(folder: Path, *overrides: str, module: bool = False) -> subprocess.Com
         check=False,
     )
     left = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or [])]
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not [one for one in left if one.is_running()]
     return ran
 
@@ -52,10 +52,11 @@ def check(folder: Path, worlds: list[int]) -> list[list[list[str]]]:
     return jobs
 
 
-def test_jobs_of_another_world_size_each_start_afresh(tmp_path: Path) -> None:
-    ran = sweep(tmp_path, "n=2,3", "text='a,é'", "lr=0.5")
+@pytest.mark.parametrize("worlds", [[1, 2], pytest.param([2, 3], marks=pytest.mark.full)])
+def test_jobs_of_another_world_size_each_start_afresh(worlds: list[int], tmp_path: Path) -> None:
+    ran = sweep(tmp_path, f"n={','.join(map(str, worlds))}", "text='a,é'", "lr=0.5")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    check(tmp_path, [2, 3])
+    check(tmp_path, worlds)
 
 
 @pytest.mark.full

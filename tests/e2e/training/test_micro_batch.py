@@ -59,8 +59,10 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param((), id="one process", marks=pytest.mark.full),  # 5 + 5 + 2 samples
-        pytest.param(("strategy=cp_fsdp", "ring=3", "trainer=lightning"), id="trainer cp_fsdp ring=3"),
+        pytest.param((), id="one process"),  # 5 + 5 + 2 samples
+        pytest.param(
+            ("strategy=cp_fsdp", "ring=3", "trainer=lightning"), id="trainer cp_fsdp ring=3", marks=pytest.mark.full
+        ),
         *(pytest.param(given, id=" ".join(given), marks=pytest.mark.full) for given in TOPOLOGIES),
         pytest.param(("trainer=lightning",), id="trainer", marks=pytest.mark.full),
         *(

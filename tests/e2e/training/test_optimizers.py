@@ -34,6 +34,7 @@ def optimizer_state(finished: Finished) -> dict[str, torch.Tensor]:
     return load_file(finished.folder / "checkpoints/step_00000004/optimizer.safetensors")
 
 
+@pytest.mark.full  # by default with optim=adamw: test_train.py
 def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], tmp_path: Path) -> None:
     optim, whole = alone
     resumed = train(tmp_path / "resumed", optim, f"resume={whole.folder / 'checkpoints/step_00000002'}")
@@ -47,7 +48,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], 
 
 
 RANKS = [
-    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3"),
+    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3", marks=pytest.mark.full),
     pytest.param(("strategy=cp_fsdp", "ring=3"), id="cp_fsdp ring=3", marks=pytest.mark.full),
     pytest.param(("strategy=cp", "ring=2", "data_parallel=2"), id="cp 2x2", marks=pytest.mark.full),
 ]

@@ -85,8 +85,8 @@ def test_a_job_that_exceeds_its_time_is_requeued_and_resumes(slurm: Path, tmp_pa
         wait_for_checkpoint(tmp_path / "run", process)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGUSR1)
-        _, stderr = process.communicate(timeout=20)
-        psutil.wait_procs(ranks, timeout=5)
+        _, stderr = process.communicate(timeout=120)
+        psutil.wait_procs(ranks, timeout=60)
     assert process.returncode == 128 + signal.SIGUSR1
     assert "SLURM will restart this job" in stderr
     assert "scontrol requeue 7" in (slurm / "calls").read_text().splitlines()

@@ -38,11 +38,11 @@ sys.exit(code)
                 ("train.py", "trainer.devices=2", 2),
                 ("sample.py", "ring=0", 2),
                 ("precompute.py", "--help", 0),
+                ("bench.py", "--help", 0),
+                ("check.py", "--help", 0),
             )
         ),
         ("sample.py", "--help", 0),
-        ("bench.py", "--help", 0),
-        ("check.py", "--help", 0),
         ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
         ("doctor.py", "--help", 0),
     ],

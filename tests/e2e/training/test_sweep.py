@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from lightning_cp.app.runs.outcome import Outcome, Status, read_outcomes
 from lightning_cp.files import PRIVATE
 from tests.e2e.recipe import ROOT, SMALL, started
+from tests.e2e.training.sweeping import HANG_S
 from tests.harness import warm
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
@@ -39,39 +40,39 @@ def statuses(outcomes: list[Outcome]) -> list[Status]:
     return [outcome.status for outcome in outcomes]
 
 
-def test_jobs_of_changing_worlds_are_each_a_fresh_start(tmp_path: Path) -> None:
-    folder = tmp_path / "sweep"
-    ran = sweep("strategy=cp", "ring=1,2,3,2,1", folder=folder)
+@pytest.mark.parametrize("worlds", [(2, 3, 1), pytest.param((1, 2, 3, 2, 1), marks=pytest.mark.full)])
+def test_jobs_of_changing_worlds_are_each_a_fresh_start(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    folder, jobs = tmp_path / "sweep", len(worlds)
+    ran = sweep("strategy=cp", f"ring={','.join(map(str, worlds))}", folder=folder)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     outcomes = read_outcomes(folder)
-    assert statuses(outcomes) == [Status.FINISHED] * 5
-    assert [outcome.tokens_per_s for outcome in outcomes] == [100, 200, 300, 200, 100]
-    assert [Path(outcome.folder) for outcome in outcomes] == [folder / str(job) for job in range(5)]
+    assert statuses(outcomes) == [Status.FINISHED] * jobs
+    assert [outcome.tokens_per_s for outcome in outcomes] == [100 * ring for ring in worlds]
+    assert [Path(outcome.folder) for outcome in outcomes] == [folder / str(job) for job in range(jobs)]
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["overrides"] for row in rows] == [f"strategy=cp ring={ring}" for ring in (1, 2, 3, 2, 1)]
+    assert [row["overrides"] for row in rows] == [f"strategy=cp ring={ring}" for ring in worlds]
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "sweep.csv" in ran.stdout
     assert all(f"ring={ring}" in ran.stdout for ring in (1, 2, 3))
     private = [folder / "multirun.yaml", folder / "sweep.csv", *folder.glob("*/.hydra/*")]
-    assert len(private) == 2 + 5 * 4
+    assert len(private) == 2 + jobs * 4
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {PRIVATE}
 
 
 def test_a_failed_job_affects_no_other_job_and_is_listed_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    faults = "raise_0,raise_1,kill_1,none"
+    faults = "raise_1,kill_0,none"
     ran = sweep("strategy=cp", "ring=2", f"+fault={faults}", "ulysses=1,7", folder=folder)
     assert ran.returncode == 1
     outcomes = read_outcomes(folder)
-    assert statuses(outcomes) == [Status.FAILED] * 6 + [Status.FINISHED, Status.FAILED]
+    assert statuses(outcomes) == [Status.FAILED] * 4 + [Status.FINISHED, Status.FAILED]
     told = [outcome.message for outcome in outcomes]
-    assert told[0] == "ZeroDivisionError: rank 0 fails"
-    assert told[2] == "ZeroDivisionError: rank 1 fails"
-    assert told[4] == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert told[0] == "ZeroDivisionError: rank 1 fails"
+    assert told[2] == "rank 0 was ended by signal 9 (SIGKILL)"
     assert all("ulysses=7" in message for message in told[1::2])
     assert all(message in ran.stdout for message in told if message)
-    assert max(outcome.seconds for outcome in outcomes) < 15
+    assert max(outcome.seconds for outcome in outcomes) < HANG_S
     assert math.isnan(outcomes[0].loss)
 
 
@@ -79,7 +80,7 @@ def test_bad_settings_of_one_job_affect_no_other_and_the_folder_may_exist(tmp_pa
     folder = tmp_path / "sweep"
     (folder / "mine").mkdir(parents=True)
     (folder / "mine" / "outcome.json").write_text("keep")
-    first = sweep("strategy=cp", "ring=1,2", folder=folder)
+    first = sweep("strategy=cp", "ring=1", folder=folder)
     assert first.returncode == 0, first.stdout + first.stderr
     again = sweep("strategy=cp", "ring=99,${nope},1", folder=folder)
     assert again.returncode == 1
@@ -105,19 +106,19 @@ def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
     assert statuses(read_outcomes(folder)) == [Status.FINISHED, Status.FAILED, Status.SKIPPED]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     overrides = (f"hydra.sweep.dir={folder}", "strategy=cp", "ring=2", "+fault=none,hang,none", "-m")
     with started(*overrides, folder=tmp_path / "run", script=SWEEPING) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (folder / "1" / "metrics.csv").exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         ranks = psutil.Process(process.pid).children()
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=15)
-        _, alive = psutil.wait_procs(ranks, timeout=5)
+        stdout, stderr = process.communicate(timeout=120)
+        _, alive = psutil.wait_procs(ranks, timeout=60)
     assert alive == []
     assert process.returncode == 128 + number, stderr
     assert statuses(read_outcomes(folder)) == [Status.FINISHED, Status.FAILED]

@@ -67,7 +67,7 @@ def test_a_run_writes_the_files_that_it_lists(one_process: Finished) -> None:
     "degrees",
     [
         "ring=3 rotate_method=alltoall",
-        "trainer=lightning ulysses=2 data_parallel=2",
+        pytest.param("trainer=lightning ulysses=2 data_parallel=2", marks=pytest.mark.full),
         pytest.param("ring=2 data_parallel=2", marks=pytest.mark.full),
         pytest.param("strategy=cp_fsdp ring=2 data_parallel=2", marks=pytest.mark.full),
     ],

@@ -42,11 +42,20 @@ model:
 """
 
 
-def losses(script: Path, *arguments: str, folder: Path | None = None) -> tuple[list[float], str]:
-    """Return the losses that a script prints, and all of its output. It runs in `folder`, or where it is."""
+def losses(script: Path, *arguments: str, folder: Path | None = None, ranks: int = 1) -> tuple[list[float], str]:
+    """Return the losses that a script prints, and all of its output.
+
+    Args:
+        folder: where it runs; by default, where it is.
+        ranks: processes, if more than one with the variables of torchrun.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *arguments]
-    ran = warm.run(command, env=environment, cwd=folder or script.parent, timeout=150)
+    command, cwd = [sys.executable, str(script), *arguments], folder or script.parent
+    if ranks == 1:
+        ran = warm.run(command, env=environment, cwd=cwd, timeout=150)
+    else:
+        environment |= {"TORCHELASTIC_RUN_ID": "warm", "GROUP_RANK": "0"}
+        ran = warm.run_ranks(ranks, command, env=environment, cwd=cwd, timeout=150)
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", ran.stdout)], said
@@ -60,7 +69,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
-def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], tmp_path: Path, ranks: int) -> None:
+    """One process starts the second rank itself; with two, it has the variables of torchrun."""
     (snippet,) = (code_of(text) for text in SNIPPETS if "Trainer(" in text)
     (imported,) = (line for line in snippet if line.startswith("from lightning_cp.pytorch"))
     (called,) = (line for line in snippet if "Trainer(" in line)
@@ -71,7 +82,7 @@ def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], 
     assert len(changed) == 2
     script = tmp_path / "script.py"
     script.write_text(after)
-    found, said = losses(script)
+    found, said = losses(script, ranks=ranks)
     assert found == pytest.approx(alone, rel=1e-4)
     assert "2 ranks = data 1 × ring 2 × ulysses 1; FluxTransformer2DModel: 2 blocks" in said
 

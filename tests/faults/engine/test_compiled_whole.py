@@ -74,6 +74,7 @@ _FULL = pytest.mark.full
         pytest.param("sd3", "ring", "eager", False, marks=_FULL),
         pytest.param("qwen_image", "ulysses", "eager", False, marks=_FULL),
         pytest.param("hunyuan_video", "ring", "eager", False, marks=_FULL),
+        pytest.param("ltx", "ring", "eager", False, marks=_FULL),  # of a class that diffusers allows in graphs as it is
     ],
 )
 def test_a_parallel_model_compiled_as_a_whole_is_exact(

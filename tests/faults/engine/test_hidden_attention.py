@@ -171,7 +171,7 @@ def _changed(world: int, when: str, compiled: bool, name: str) -> tuple[float, f
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "after"])
 def test_attention_in_what_modules_hold_is_followed(run_ranks: RankPool, when: str) -> None:
     for found in run_ranks(3, _run, when, False, list(CHANGES), timeout_s=240):
         assert list(found) == list(CHANGES)

@@ -32,13 +32,11 @@ torch.set_num_threads(1)
 pipe, data, out = map(Path, sys.argv[1:4])
 slow = Flux.encode_media
 Flux.encode_media = lambda *a, **k: (os.write(1, b"encoding\\n"), time.sleep(0.02), slow(*a, **k))[2]
-port = 20000 + os.getpid() % 30000
-ranks, world = [], 2
+store, ranks, world = out.with_name(f"store {os.getpid()}"), [], 2
 for rank in range(world):
     child = os.fork()
     if child == 0:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         encoded(pipe, data, out, {**PICTURES, "shard_bytes": 4000}, EncodingRanks.of_world())
         os._exit(0)
     ranks.append(child)

@@ -72,7 +72,7 @@ def test_a_rank_may_meet_at_a_port_of_its_own_and_keeps_the_interface_that_was_s
 @pytest.mark.parametrize(("host", "addresses"), [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1"])])
 def test_a_store_for_the_loopback_interface_listens_there_alone(host: str, addresses: list[str]) -> None:
     before = listening(os.getpid())
-    store = host_store(host, timeout=timedelta(seconds=10))
+    store = host_store(host, timeout=timedelta(seconds=60))
     there = listening(os.getpid())
     for address in before:
         there.remove(address)

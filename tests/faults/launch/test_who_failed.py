@@ -20,7 +20,7 @@ ENDINGS = {
     f"signal {signal.SIGKILL:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 9 (SIGKILL)"),
     "raise": (FailureKind.RAISED, "Unspeakable: (its __str__ raises ValueError)"),
 }
-QUICK = [("_exit 7", 0), ("return", 2)]
+QUICK = [("_exit 7", 0)]
 CASES = [
     pytest.param(how, rank, marks=[] if (how, rank) in QUICK else pytest.mark.full)
     for how in ENDINGS

@@ -87,7 +87,8 @@ def _refused_later(rank: int, world: int, what: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "text"), [("kernel", "nonsense"), ("cache", "FirstBlockCache"), ("blocks", "compiled")]
+    ("what", "text"),
+    [("kernel", "nonsense"), ("cache", "FirstBlockCache"), pytest.param("blocks", "compiled", marks=pytest.mark.full)],
 )
 def test_what_one_rank_refuses_later_is_an_error_on_all(run_ranks: RankPool, what: str, text: str) -> None:
     for rank, (kind, said, error) in enumerate(run_ranks(3, _refused_later, what)):

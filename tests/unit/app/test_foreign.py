@@ -140,10 +140,10 @@ DAMAGED = [
 def test_a_damaged_file_is_one_error_also_with_trust(text: str, said: str, trust: bool, tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_bytes(text.encode("latin-1"))
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(SettingsError, match=said) as caught:
         read_foreign_run(path, trust=trust)
-    assert time.monotonic() - started < 20  # generous: a loaded machine
+    assert time.process_time() - started < 20  # CPU time: other programs do not change it
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000

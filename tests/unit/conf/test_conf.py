@@ -161,7 +161,7 @@ def run_recipe(*arguments: str, recipe: Path = ROOT / "recipes" / "train.py", cw
         [sys.executable, "-c", code, json.dumps(sys.path), str(recipe), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         cwd=cwd,
     )
 
@@ -211,7 +211,15 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
     assert OmegaConf.create(printed).ulysses == 2
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "precompute", "check", "check-family", "bench"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "sample",
+        "check-family",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("precompute", "check", "bench")),
+    ],
+)
 def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:
     """A stranger's folder `conf` beside the package is not used."""
     (foreign_project / "site" / "conf").mkdir()
@@ -223,9 +231,9 @@ def test_an_installed_command_prints_its_settings(command: str, foreign_project:
 
 def test_the_console_lists_its_commands_and_refuses_others() -> None:
     start = [sys.executable, "-m", "lightning_cp.app.commands.console"]
-    listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=150, check=True)
     assert all(f"  {command} " in listed.stdout for command in COMMANDS)
-    refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=150)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: 'fly' is no command of lightning-cp: use one of train, sample")
 
@@ -248,7 +256,7 @@ def run_in(project: Path, *arguments: str) -> str:
         env={"PYTHONPATH": str(project / "site"), "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

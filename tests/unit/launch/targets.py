@@ -19,6 +19,7 @@ from lightning_cp.launch import channel
 from lightning_cp.launch.stalls import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))
+FOREVER_S = 600.0
 
 
 @reads_settings
@@ -33,7 +34,7 @@ def write_environment(config: DictConfig) -> None:
 def refuse_on_one(config: DictConfig) -> None:
     if RANK == 1:
         raise SettingsError("shape=3 is not valid: must be 4")
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 
 
 @reads_settings
@@ -54,11 +55,12 @@ class Unspeakable(RuntimeError):
 
 @reads_settings
 def end_on_one(config: DictConfig) -> None:
-    """Ends rank `rank` in the way `how`; the others raise `later_s` after their connection is closed."""
+    """End rank `rank` as `how` says; the others raise when their connection is closed and the file `after` exists."""
     if config.rank != RANK:
         with _connected(config, RANK) as connection:
             connection.read()
-        time.sleep(config.get("later_s", 0))
+        while config.get("after") and not Path(config.after).exists():
+            time.sleep(0.01)
         raise ConnectionError("Connection closed by peer")
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
         _connections.append(_connected(config, rank))
@@ -77,7 +79,7 @@ def _end(how: str) -> None:
     kind, _, number = how.partition(" ")
     if kind == "signal":
         os.kill(os.getpid(), int(number))
-        time.sleep(60)
+        time.sleep(FOREVER_S)
     elif kind == "_exit":
         os._exit(int(number))
     elif kind == "exit":
@@ -88,7 +90,7 @@ def _end(how: str) -> None:
         raise Unspeakable()
     elif kind == "workers":  # a forked child that outlives its parent, as a data worker may
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(FOREVER_S)
         os._exit(9)
     elif kind != "return":
         raise AssertionError(how)
@@ -114,7 +116,7 @@ def leave_work_for_the_end(config: DictConfig) -> None:
 def leave(config: DictConfig) -> None:
     if RANK == 1:
         os._exit(7)
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 
 
 @reads_settings
@@ -158,7 +160,7 @@ def write_nothing(config: DictConfig) -> None:
     except OSError as error:
         if RANK == 1:
             raise LookupError(f"the cause, after: {error.strerror}") from None
-    time.sleep(60)
+    time.sleep(FOREVER_S)
 
 
 @reads_settings
@@ -170,6 +172,7 @@ def start_and_wait(config: DictConfig) -> None:
     scratch.write_text(f"{os.getpid()} {child.pid}")
     scratch.rename(Path(config.folder, f"{RANK}.pids"))
     if config.get("fail") and RANK == 0:
-        time.sleep(0.3)
+        while not Path(config.folder, "1.pids").exists():
+            time.sleep(0.01)
         raise RuntimeError("gone wrong")
-    time.sleep(60)
+    time.sleep(FOREVER_S)

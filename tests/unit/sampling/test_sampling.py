@@ -103,7 +103,7 @@ class FakeWorld:
 
     def __init__(self, data_ranks: list[int]) -> None:
         self.data_ranks = data_ranks
-        self.barrier = threading.Barrier(len(data_ranks), timeout=30)
+        self.barrier = threading.Barrier(len(data_ranks), timeout=60)
         self.given: list[Tensor] = [torch.empty(0)] * len(data_ranks)
 
     def draw(self, count: int) -> list[Tensor]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,7 +106,8 @@ def test_the_lock_of_another_host_is_taken_over_if_its_owner_is_silent(tmp_path:
 
 @pytest.mark.usefixtures("_quick")
 def test_the_lock_of_another_host_holds_while_its_owner_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owned(tmp_path)
+    monkeypatch.setattr(locks, "_WATCH_S", 60.0)
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.02)))
     made = prepare_cache(tmp_path / "other", index())  # its thread keeps its owner file fresh
     monkeypatch.setattr("socket.gethostname", lambda: "a third host")
     monkeypatch.setattr("fcntl.flock", lambda *_: None)  # a file system that does not share locks

@@ -38,7 +38,7 @@ class _Calls:
         for end in self._ends.values():
             end.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         with self._changed:
@@ -46,11 +46,11 @@ class _Calls:
                 self._changed.wait(0.01)
 
     def _run(self, name: str, needed: frozenset[int] | None) -> None:
-        with self._groups.taken(needed, within_s=20) as numbers:
+        with self._groups.taken(needed, within_s=60) as numbers:
             with self._changed:
                 self.running[name] = numbers
                 self._changed.notify_all()
-            self._ends[name].wait(20)
+            self._ends[name].wait(60)
             with self._changed:
                 del self.running[name]
                 self._changed.notify_all()
