@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import re
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.lora_file import LoraFile, read_lora
+from lightning_cp.finetune.lora_targets import matched_layers, ranks_of_layers
 from lightning_cp.training.ema import full_tensor
 
 ADAPTER = "default"  # name of the adapter in the transformer
 _RANK = 16  # of a new adapter
+_NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -31,10 +32,13 @@ class LoraSettings:
         rank: rank of the matrices; None: that of `file`, or 16.
         alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
         targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
-            family's, or those of `file`.
+            family's, or those of `file`; "all-linear": every linear layer.
         dropout: probability of dropping an element of an adapter's input, in [0, 1). On shards, each rank draws its
             own elements from the shared random state.
         file: LoRA in diffusers' format to continue, or a folder with one.
+        ranks: ranks of layers by the ends of their names, in place of `rank`; the last one that matches counts. Without
+            `alpha`, the scale of each layer is 1.
+        dora: train the norms of the adapted layers' weights, too (DoRA, arXiv:2402.09353).
     Raises: ValueError: an invalid value.
     """
 
@@ -43,10 +47,19 @@ class LoraSettings:
     targets: Sequence[str] | str | None = None
     dropout: float = 0.0
     file: str | Path | None = None
+    ranks: Mapping[str, int] | None = None
+    dora: bool = False
 
     def __post_init__(self) -> None:
         if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
             raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1, or None")
+        for name, rank in (self.ranks or {}).items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"lora.ranks={dict(self.ranks or {})}: {name} must be an integer of at least 1")
+        if self.file is not None and (self.ranks or self.dora):
+            raise ValueError(
+                "lora.ranks and lora.dora do not work with lora.file: only a LoRA of one rank is continued"
+            )
         if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
             raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
@@ -101,10 +114,22 @@ def add_lora(
     names = _layers_to_adapt(model, settings, family, file)
     rank = settings.rank or (_RANK if file is None else file.rank)
     alpha = _checked_alpha(settings, file, rank)
+    ranks = ranks_of_layers(settings.ranks or {}, names, type(model).__name__)
+    if settings.dora and any(x.is_meta for x in model.parameters()):
+        raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
         model.add_adapter(
-            peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=settings.dropout, bias="none"),
+            peft.LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                target_modules=names,
+                lora_dropout=settings.dropout,
+                bias="none",
+                rank_pattern=ranks,
+                alpha_pattern=ranks if settings.alpha is None else {},
+                use_dora=settings.dora,
+            ),
             ADAPTER,
         )
     for name in names:
@@ -117,11 +142,11 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
 
     Ranks: all that hold a shard of the transformer.
     """
-    part = f".{ADAPTER}."
+    part, norms = f".{ADAPTER}.", f"{_NORMS}.{ADAPTER}.weight"
     return {
-        name.replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
+        name.replace(norms, _NORMS).replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
         for name, x in transformer.named_parameters()
-        if f".lora_A{part}" in name or f".lora_B{part}" in name
+        if any(f".{kind}{part}" in name for kind in ("lora_A", "lora_B", _NORMS))
     }
 
 
@@ -142,7 +167,7 @@ def _layers_to_adapt(
 ) -> list[str]:
     """Return the names of the layers to adapt, in the model's order. Raises: ValueError: see `add_lora`."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
-    wanted = None if settings.targets is None else _matched(settings.targets, layers, type(model).__name__)
+    wanted = None if settings.targets is None else matched_layers(settings.targets, layers, type(model).__name__)
     if file is not None:
         _check_fits(file, layers, type(model).__name__)
         if settings.rank not in (None, file.rank):
@@ -161,38 +186,7 @@ def _layers_to_adapt(
     if wanted is not None:
         return wanted
     targets = Family.lora_targets if family is None else family.lora_targets
-    return _matched(targets, layers, type(model).__name__, every=False)
-
-
-def _matched(
-    targets: Sequence[str] | str, layers: Mapping[str, nn.Module], model: str, *, every: bool = True
-) -> list[str]:
-    """Return the names of layers that targets match. Raises: ValueError: a target (`every`), or all, match nothing."""
-    if isinstance(targets, str):
-        matched = [name for name in layers if re.fullmatch(targets, name)]
-        unmatched = [] if matched else [targets]
-    else:
-        by_target = {x: [name for name in layers if name == x or name.endswith(f".{x}")] for x in targets}
-        matched = [name for name in layers if any(name in names for names in by_target.values())]
-        unmatched = [x for x, names in by_target.items() if not names] if every or not matched else []
-    if unmatched:
-        ends = sorted({_end(name) for name in layers})
-        close = difflib.get_close_matches(unmatched[0], ends, n=3, cutoff=0.4) or ends[:8]
-        kind = "the regular expression " if isinstance(targets, str) else ""
-        raise ValueError(
-            f"lora.targets: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
-            f"{', '.join(close)} (for example {next((n for n in layers if _end(n) == close[0]), '')})"
-        )
-    return matched
-
-
-def _end(name: str) -> str:
-    """Return the end of a layer's name that lists of targets use: its last part, and the list that it is an item of."""
-    parts = name.split(".")
-    start = len(parts) - 1
-    while start > 0 and parts[start].isdigit():
-        start -= 1
-    return ".".join(parts[start:])
+    return matched_layers(targets, layers, type(model).__name__, every=False)
 
 
 def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> None:
@@ -234,3 +228,7 @@ def _set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, s
         values = first, torch.zeros(b.weight.shape, dtype=torch.float32)
     for matrix, value in zip((a, b), values, strict=True):
         matrix.weight = nn.Parameter(value.to(device, torch.float32, copy=True))
+    if ADAPTER in layer.lora_magnitude_vector:  # DoRA: the norms with these matrices, in float32
+        layer.lora_magnitude_vector[ADAPTER].update_layer(
+            base_layer=layer.get_base_layer(), lora_A=a.weight, lora_B=b.weight, scaling=layer.scaling[ADAPTER]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, sav
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
+from lightning_cp.finetune.lora_plus import scale_second_matrices
 from lightning_cp.finetune.objectives import ExpertFlowMatching, MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
@@ -64,7 +66,10 @@ class FineTuning(LightningModule):
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
         component: name of the trained model in its pipeline, for the objective and `export`; not for experts.
-    Raises: ValueError: experts without an objective for them, or the other way round.
+        lora_lr_ratio: LoRA+ (arXiv:2402.12354): learning rate of the matrices `lora_B`, divided by that of `lora_A`;
+            None: they have the same.
+    Raises: ValueError: `micro_batch_size` or `lora_lr_ratio` is not valid; experts without an objective for them, or
+        the other way round.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class FineTuning(LightningModule):
         held_out: Any = None,
         quantiles: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
         component: str = "transformer",
+        lora_lr_ratio: float | None = None,
     ) -> None:
         super().__init__()
         self.strict_loading = False  # frozen weights are not in checkpoints
@@ -95,6 +101,9 @@ class FineTuning(LightningModule):
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
         self._micro_batch_size, self._has_gradients = micro_batch_size, False
+        self._lora_lr_ratio = lora_lr_ratio
+        if lora_lr_ratio is not None and not 0 < lora_lr_ratio < math.inf:
+            raise ValueError(f"lora_lr_ratio={lora_lr_ratio} must be a positive number, or None")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None")
 
@@ -218,6 +227,9 @@ class FineTuning(LightningModule):
             on_rank_zero(partial((lora / file).unlink, missing_ok=True))  # it would not fit a new LoRA after a kill
         save_lora(transformers, lora)
         for name, file in files.items():
+            adapter = next(iter(models[name].peft_config.values()))
+            if adapter.use_dora or adapter.rank_pattern:
+                continue  # `write_for_comfyui` knows a LoRA of one rank
             kind = class_of(models[name]).__name__
             on_rank_zero(partial(write_for_comfyui, lora, kind, component=name, file=file))
         return lora
@@ -225,7 +237,10 @@ class FineTuning(LightningModule):
     @override
     def configure_optimizers(self) -> Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]
-        return AdamW(trained, lr=1e-4) if self._optimizer is None else self._optimizer(trained)
+        optimizer = AdamW(trained, lr=1e-4) if self._optimizer is None else self._optimizer(trained)
+        if self._lora_lr_ratio is not None:
+            scale_second_matrices(optimizer, self, self._lora_lr_ratio)
+        return optimizer
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:

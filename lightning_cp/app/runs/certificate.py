@@ -115,7 +115,7 @@ def one_process_config(config: DictConfig, resolved: DictConfig) -> DictConfig:
     if "micro_batch_size" in alone:
         share = resolved.batch_size // resolved.data_parallel
         alone.micro_batch_size = min(resolved.micro_batch_size or share, share)
-    alone.update({name: None for name in ("logger", "shares") if name in alone})
+    alone.update({name: None for name in ("logger", "shares", "save_every") if name in alone})
     alone.sampling.every = None
     if "prompts" in alone.sampling:
         alone.sampling.update({"prompts": None, "images": None})

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
@@ -26,6 +27,8 @@ _SETTINGS = (
     Setting("lora.rank", Either(_NULL, Integer(1))),
     Setting("lora.dropout", Number(minimum=0, below=1)),
     Setting("lora.alpha", Either(_NULL, Number(above=0))),
+    Setting("lora.dora", OneOf((True, False))),
+    Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
     Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
     Setting("objective.shift", Either(_NULL, Number(above=0))),
@@ -34,6 +37,7 @@ _SETTINGS = (
     Setting("objective.weighting", OneOf((None, "min_snr", "cosmap", "sigma_sqrt"))),
     Setting("objective.min_snr_gamma", Either(_NULL, Number(above=0))),
     Setting("objective.huber_c", Either(_NULL, Number(above=0))),
+    Setting("save_every", Either(_NULL, Integer(1))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.path", Text()),
     Setting("data.validation", Integer(0)),
@@ -104,6 +108,23 @@ def _check_lora(config: DictConfig) -> None:
         raise SettingsError(
             f"lora.targets={show(targets)} is not valid: must be a list of names such as [to_q,to_v], or a regular "
             "expression"
+        )
+    ranks, dora = read(config, "lora.ranks"), read(config, "lora.dora")
+    if ranks is not None and not (OmegaConf.is_dict(ranks) and ranks and all(map(Integer(1).passes, ranks.values()))):
+        raise SettingsError(
+            f"lora.ranks={show(ranks)} is not valid: must be null, or whole numbers of at least 1 by the ends of "
+            "layers' names, such as {to_q: 8}"
+        )
+    if file is not None and (ranks or dora):
+        name = "lora.ranks" if ranks else "lora.dora"
+        raise SettingsError(f"{name} does not work with lora.file: only a plain LoRA of one rank is continued")
+    if dora and shards_weights(config):
+        raise SettingsError(
+            "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"
+        )
+    if dora and read(config, "model.quantize") is not None:
+        raise SettingsError(
+            "lora.dora=true does not work with model.quantize: use model.quantize=null or lora.dora=false"
         )
     if file is not None and not Path(file).exists():
         raise SettingsError(f"lora.file={file} does not exist: it must be the folder or file of an adapter")

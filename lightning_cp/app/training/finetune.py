@@ -95,7 +95,7 @@ class FineTune(TrainingSetup):
         if config.quantize is not None:
             quantize_base(model, config.quantize)
         if self.config.lora is not None:
-            settings = LoraSettings(**_plain(self.config.lora))
+            settings = LoraSettings(**{name: x for name, x in _plain(self.config.lora).items() if name != "lr_ratio"})
             add_lora(model, settings, family=self.family, component=component, seed=self.config.seed)
         else:
             model.requires_grad_(True)
@@ -117,6 +117,7 @@ class FineTune(TrainingSetup):
     def module_settings(self) -> dict[str, Any]:
         quantiles, names = self.config.validation.quantiles, components_of(self.config)
         settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": names[0]}
+        settings["lora_lr_ratio"] = None if self.config.lora is None else self.config.lora.lr_ratio
         return {**super().module_settings(), **settings}
 
     @override
@@ -159,6 +160,11 @@ class FineTune(TrainingSetup):
                 run.tuning.export(run.folder.path / BEST)
         self.validation_losses[step] = loss
         return loss
+
+    @override
+    def export(self, run: Run) -> None:
+        with run.state.average.swapped_in(run.state.module):
+            run.tuning.export(run.folder.saved(run.state.step))
 
     @override
     def finish(self, run: Run) -> None:

@@ -65,12 +65,15 @@ class LoopSettings:
         schedule: factor of the learning rate of each parameter group by step.
         checkpoint_every: steps between checkpoints; a checkpoint is also written after the last step.
         tokens: tokens per sample, for tokens/s.
+        save_every: steps between exports of the trained weights, which are also written when the run is stopped; None:
+            no exports.
     """
 
     max_steps: int
     schedule: Schedule
     checkpoint_every: int
     tokens: int
+    save_every: int | None = None
 
 
 class Steps:
@@ -87,6 +90,7 @@ class Steps:
         guard: handles steps with a non-finite loss or gradient.
         watchers: called with the report of every step, on the first rank.
         validate: called after every step, on every rank; returns the validation loss if it is due.
+        export: writes the trained weights, on every rank; see `LoopSettings.save_every`.
         after_step: called after every step, on every rank.
     """
 
@@ -100,11 +104,12 @@ class Steps:
         guard: StepGuard,
         watchers: Sequence[Watcher] = (),
         validate: Callable[[Run], float | None] = lambda _: None,
+        export: Callable[[Run], None] = lambda _: None,
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
         self._run, self._settings, self._writer = run, settings, writer
         self._trace, self._guard, self._watchers = trace, guard, watchers
-        self._validate, self._after_step = validate, after_step
+        self._validate, self._export, self._after_step = validate, export, after_step
         self._groups = run.state.optimizer.param_groups
         self._rates = [float(group["lr"]) for group in self._groups]  # each group's own
         self._ended = time.perf_counter()
@@ -162,7 +167,8 @@ class Steps:
         """Update the EMA, report the step and save checkpoints. Call it after the optimizer step, on every rank.
 
         Raises:
-            Stopped: a rank received SIGTERM, SIGINT or SIGUSR1; a checkpoint has been written.
+            Stopped: a rank received SIGTERM, SIGINT or SIGUSR1; a checkpoint has been written, and with `save_every`
+                also an export.
             NonFiniteError: the weights to be saved are not finite.
         """
         run, state, number = self._run, self._run.state, self._request
@@ -173,9 +179,10 @@ class Steps:
             state.skipped += 1
         self._report()
         self._trace.end()  # the trace leaves out what follows: it does not run in every step
+        every = self._settings.save_every
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
-        if saves:
-            self._save()
+        exports = every is not None and (bool(number) or state.step % every == 0)
+        self._save(checkpoint=saves, export=exports)
         if number or self.are_done:
             self._complete()
         if number:
@@ -184,18 +191,22 @@ class Steps:
             if self._after_step is not None:
                 self._after_step(run)
         except Stopped as stop:
-            if not saves:
-                self._save()
+            self._save(checkpoint=not saves, export=every is not None and not exports)
             self._complete()
             raise run.stopped(stop.number) from None
 
-    def _save(self) -> None:
-        """Save a checkpoint if the weights are finite: non-finite weights must not replace a good checkpoint."""
+    def _save(self, *, checkpoint: bool, export: bool) -> None:
+        """Save a checkpoint, an export or both if the weights are finite: NaNs must not replace good weights."""
+        if not (checkpoint or export):
+            return
         state = self._run.state
         nonfinite = find_nonfinite(state.named_tensors(), self._run.ranks)
         state.is_finite = not nonfinite
         if not nonfinite:
-            self._writer.save(state.snapshot(shards=self._writer.is_distributed))
+            if checkpoint:
+                self._writer.save(state.snapshot(shards=self._writer.is_distributed))
+            if export:
+                self._export(self._run)
             return
         message = f"after step {state.step} weights are not finite and are not saved: {shorten(nonfinite)}"
         if self._guard.on_nonfinite != "ignore":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.checkpoint.folder import checkpoint_path
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
@@ -46,6 +47,10 @@ class RunFolder:
     def samples(self) -> Path:
         """Folder of sample pictures."""
         return self.path / "samples"
+
+    def saved(self, step: int) -> Path:
+        """Return the folder of the weights that are exported after a step."""
+        return checkpoint_path(self.path / "saved", step)
 
     def trace(self, rank: int) -> Path:
         """Return the path of a rank's profiler trace of one step."""

@@ -95,6 +95,9 @@ class TrainingSetup(ABC):
         """Return the validation loss, if it is due after this step. Call it on every rank. Default: None."""
         return None
 
+    def export(self, run: Run) -> None:  # noqa: B027
+        """Export what the run has trained so far. Call it on every rank; see `save_every`. Default: nothing."""
+
     def finish(self, run: Run) -> None:  # noqa: B027
         """Export what the run trained. Call it on every rank at the end. Default: nothing."""
 
@@ -181,6 +184,7 @@ class TrainingSetup(ABC):
             ),
             checkpoint_every=config.checkpoint_every,
             tokens=self.tokens,
+            save_every=config.get("save_every"),
         )
         watchers: list[Watcher] = []
         if run.is_first:
@@ -209,5 +213,6 @@ class TrainingSetup(ABC):
             guard=guard,
             watchers=watchers,
             validate=self.validate,
+            export=self.export,
             after_step=after_step,
         )

@@ -80,6 +80,13 @@ def distance(found: State, expected: State) -> float:
     return (error / sum(float(x.double().square().sum()) for x in expected.values())) ** 0.5
 
 
+def pipeline_of(name: str, transformer: nn.Module) -> Any:
+    """A pipeline of diffusers with only this transformer."""
+    parts: dict[str, Any] = {"vae": None, "text_encoder": None, "tokenizer": None, "transformer": transformer}
+    parts |= {"text_encoder_2": None, "tokenizer_2": None} if name == "flux" else {}
+    return {"wan": WanPipeline, "flux": FluxPipeline}[name](scheduler=FlowMatchEulerDiscreteScheduler(), **parts)
+
+
 def _train(
     rank: int, world: int, folder: Path, name: str, kind: type, degrees: dict[str, int], optimizer: str
 ) -> tuple[list[float], State, Tensor]:
@@ -136,10 +143,7 @@ def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
     assert distance(lora_state(start), expected) > 0.05
     plain: Any = load_transformer(folder, dtype=torch.float32)
     before = plain(**inputs(name), return_dict=False)[0]
-    parts = {"vae": None, "text_encoder": None, "tokenizer": None, "transformer": plain}
-    parts |= {"text_encoder_2": None, "tokenizer_2": None} if name == "flux" else {}
-    pipeline = {"wan": WanPipeline, "flux": FluxPipeline}[name](scheduler=FlowMatchEulerDiscreteScheduler(), **parts)
-    pipeline.load_lora_weights(folder / f"{optimizer}_{kind.__name__}_{world}")
+    pipeline_of(name, plain).load_lora_weights(folder / f"{optimizer}_{kind.__name__}_{world}")
     loaded = plain(**inputs(name), return_dict=False)[0]
     assert (loaded - results[0][2]).abs().max() < 1e-5 * loaded.abs().max()
     assert (loaded - before).norm() > 1e-2 * loaded.norm()
@@ -235,6 +239,74 @@ def test_a_float32_adapter_trains_on_a_bfloat16_base(
         assert "torch.bfloat16 False" in dtypes
         assert "torch.bfloat16 True" not in dtypes
         assert (gradient - exact).square().mean().sqrt() <= limit
+
+
+KINDS = {
+    "dora": LoraSettings(rank=4, alpha=8.0, dora=True),
+    "ranks": LoraSettings(rank=4, ranks={"to_q": 2, "to_k": 7}),
+    "all-linear": LoraSettings(rank=2, targets="all-linear", dora=True),
+}
+
+
+def _moved(folder: Path, settings: LoraSettings) -> nn.Module:
+    """A transformer with an adapter, of which all matrices have got other values."""
+    model = load_transformer(folder, dtype=torch.float32)
+    add_lora(model, settings)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.requires_grad:
+                x.add_(torch.randn(x.shape, generator=generator) * 0.1)
+    return model
+
+
+def _gradients_of(rank: int, world: int, folder: Path, name: str, kind: str) -> tuple[State, Tensor]:
+    """Gradients of an adapter of this kind by name, and the prediction. The adapter is saved next to the pipeline."""
+    fabric = fabric_of(rank, world, CP(ring=world))
+    model = _moved(folder, KINDS[kind])
+    wrapped = fabric.setup(model)
+    fabric.backward(loss_of(wrapped, inputs(name)))
+    with torch.no_grad():
+        prediction = wrapped(**inputs(name), return_dict=False)[0]
+    save_lora(model, folder / f"{kind}_{world}")
+    return {key: x.grad for key, x in model.named_parameters() if x.grad is not None}, prediction
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "world"),
+    [
+        ("wan", "dora", 3),
+        ("flux", "ranks", 2),
+        ("flux", "all-linear", 3),
+        pytest.param("wan", "dora", 2, marks=pytest.mark.full),
+        pytest.param("flux", "ranks", 3, marks=pytest.mark.full),
+        pytest.param("wan", "all-linear", 2, marks=pytest.mark.full),
+        pytest.param("wan", "all-linear", 4, marks=pytest.mark.full),
+    ],
+)
+def test_gradients_of_every_kind_are_exact_and_diffusers_loads_it(
+    run_ranks: RankPool, folders: dict[str, Path], name: str, kind: str, world: int
+) -> None:
+    folder = folders[name]
+    one = _moved(folder, KINDS[kind])
+    loss_of(one, inputs(name)).backward()
+    expected = {key: x.grad for key, x in one.named_parameters() if x.grad is not None}
+    assert any("magnitude" in key for key in expected) == KINDS[kind].dora
+    assert len({x.shape[0] for key, x in expected.items() if ".lora_A." in key}) == (3 if kind == "ranks" else 1)
+    results = run_ranks(world, _gradients_of, folder, name, kind, init=False)
+    for gradients, _ in results:
+        assert gradients.keys() == expected.keys()
+        largest = max(float(x.abs().max()) for x in expected.values())
+        for key, x in expected.items():
+            torch.testing.assert_close(
+                gradients[key], x, rtol=1e-4, atol=1e-5 * largest, msg=lambda m, k=key: f"{k}: {m}"
+            )
+    plain: Any = load_transformer(folder, dtype=torch.float32)
+    before = plain(**inputs(name), return_dict=False)[0]
+    pipeline_of(name, plain).load_lora_weights(folder / f"{kind}_{world}")
+    loaded = plain(**inputs(name), return_dict=False)[0]
+    assert (loaded - results[0][1]).abs().max() < 1e-5 * loaded.abs().max()
+    assert (loaded - before).norm() > 1e-2 * loaded.norm()
 
 
 def _dropped(rank: int, world: int, folder: Path, dropout: float) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_cp.checkpoint import latest_checkpoint
 from tests.e2e.finetuning import write_cache
-from tests.e2e.recipe import ROOT, Finished, run
+from tests.e2e.recipe import ROOT, Finished, run, started
 from tests.families.cases import CASES
 from tests.harness import warm
 
@@ -243,3 +246,68 @@ def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
     other = ("max_steps=3", "strategy=cp", "ring=3", f"resume={finished.folder}")  # the first expert has other weights
     with pytest.raises(AssertionError, match="step_00000002 was trained on other frozen weights than those of model"):
         tune(made, "first", *given, *other)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["cp", "cp_fsdp"])
+def test_a_stopped_job_saves_the_adapter_of_its_checkpoint(wan: Path, strategy: str) -> None:
+    data = (f"model.pretrained={wan / 'pipe'}", f"data.path={wan / 'latents'}")
+    given = ("experiment=finetune_wan", *data, *QUICK, "lora.rank=4", "batch_size=2", "checkpoint_every=2")
+    folder = wan / f"stopped_{strategy}"
+    endless = (*given, "max_steps=100000", "save_every=100000", f"strategy={strategy}", "ring=2")
+    with started(*endless, folder=folder) as process:
+        deadline = time.monotonic() + 300
+        while latest_checkpoint(folder) is None:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    newest = latest_checkpoint(folder)
+    assert newest is not None
+    (saved,) = (folder / "saved").iterdir()
+    assert saved.name == newest.name
+    step = int(newest.name.removeprefix("step_"))
+    exported = tune(wan, f"exported_{strategy}", "lora.rank=4", "batch_size=2", f"resume={newest}", f"max_steps={step}")
+    found, expected = load_file(saved / LORA_FILE), load_file(exported.folder / LORA_FILE)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(x, expected[key]) for key, x in found.items())
+
+
+@pytest.mark.full
+def test_lora_plus_is_the_same_at_every_topology_and_resumes(wan: Path, alone: Finished) -> None:
+    given = (*SMALL_LORA, "lora.lr_ratio=16", "optim.lr=0.001")
+    one = tune(wan, "plus", *given, "max_steps=4")
+    slow = tune(wan, "not_plus", *SMALL_LORA, "optim.lr=0.001", "max_steps=4")
+    assert one.losses[1:] != pytest.approx(slow.losses[1:], rel=1e-4)
+    two = tune(wan, "plus_two", *given, "max_steps=2", "strategy=cp", "ring=2")
+    assert two.losses == pytest.approx(one.losses[:2], rel=1e-4)
+    half = f"resume={two.folder / 'checkpoints/step_00000002'}"
+    for options in (("strategy=cp_fsdp", "ring=3"), ("trainer=lightning",)):
+        resumed = tune(wan, f"plus_resumed_{len(options)}", *given, "max_steps=4", half, *options)
+        assert resumed.losses == pytest.approx(one.losses[2:], rel=1e-4)
+        mine, expected = (load_file(run.folder / LORA_FILE) for run in (resumed, one))
+        for key, x in mine.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
+    changed = tune(wan, "plus_changed", *SMALL_LORA, "optim.lr=0.001", "max_steps=3", half)  # one parameter group
+    assert changed.losses == pytest.approx(one.losses[2:3], rel=1e-4)
+
+
+@pytest.mark.full
+def test_dora_with_ranks_of_layers_is_the_same_at_ring_3_and_resumes(wan: Path) -> None:
+    given = (*SMALL_LORA, "lora.dora=true", "lora.ranks={to_q:2}", "lora.targets=all-linear")
+    one = tune(wan, "dora", *given, "max_steps=4", "save_every=2")
+    three = tune(wan, "dora_three", *given, "max_steps=2", "strategy=cp", "ring=3")
+    assert three.losses == pytest.approx(one.losses[:2], rel=1e-4)
+    resumed = tune(wan, "dora_resumed", *given, "max_steps=4", f"resume={three.folder}", "strategy=cp", "ring=2")
+    assert resumed.losses == pytest.approx(one.losses[2:], rel=1e-4)
+    mine, expected = (load_file(run.folder / LORA_FILE) for run in (resumed, one))
+    assert {name.rpartition(".lora_")[2] for name in expected} == {"A.weight", "B.weight", "magnitude_vector"}
+    assert mine.keys() == expected.keys()
+    for key, x in mine.items():
+        torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
+    assert not (one.folder / "lora/comfyui.safetensors").exists()
+    source = f"source={wan / 'pipe'}"
+    before, after = (sample(wan, f"dora_{i}", source, *given) for i, given in enumerate([(), (f"lora={one.folder}",)]))
+    assert not torch.equal(before, after)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +22,12 @@ from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.training.finetune import FineTune
 from lightning_cp.app.training.fit import fit_model
 from lightning_cp.app.training.records import read_metrics
+from lightning_cp.app.training.run import Run
 from lightning_cp.callbacks import EMACallback, StepMetrics
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.launch import Machine
+from lightning_cp.launch.stopping import Stopped
 from lightning_cp.objectives import MicroBatch, objective_for
 from lightning_cp.training.ranks import DataShard
 from tests.dist.finetune.test_finetuning_module import Recorded, trainer_of
@@ -64,7 +68,12 @@ def _one_more() -> Iterator[None]:
         yield
 
 
-def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> list[float]:
+def _stop_after(step: int) -> Callable[[Run], None]:
+    """Receive SIGTERM after a step: the run is stopped after the next one."""
+    return lambda run: os.kill(os.getpid(), signal.SIGTERM) if run.state.step == step else None
+
+
+def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str, stop_after: int | None = None) -> list[float]:
     """Run what the recipe runs on a rank, in this process, with 1 added to the loss. Returns: the losses."""
     overrides = [
         "experiment=finetune_flux",
@@ -78,8 +87,14 @@ def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> lis
         config = compose("train", overrides)
     with _one_more():
         checked = check_config(config, Machine.this(), None).config
-        fit_model(checked, FineTune.of, after_step=lambda _: None, at_end=lambda _: None)
+        with nullcontext() if stop_after is None else pytest.raises(Stopped, match="stopped by SIGTERM after step"):
+            fit_model(checked, FineTune.of, after_step=_stop_after(stop_after or 0), at_end=lambda _: None)
     return [row.loss for row in read_metrics(folder / "metrics.csv")]
+
+
+def _stopped_recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> list[float]:
+    """Run the recipe until it is stopped after step 3."""
+    return _recipe(rank, world, made, folder, *given, stop_after=2)
 
 
 def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[float], dict[str, float]]:
@@ -165,3 +180,43 @@ def test_best_is_the_step_with_the_lowest_validation_loss(flux: Path, tmp_path: 
     for folder, expected in (("recipe/best/lora", min(losses)), ("recipe/lora", losses[-1])):
         (found,) = run_ranks(1, _validated, flux, tmp_path / folder, init=False)
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _weights(folder: Path) -> dict[tuple[str, str], bytes]:
+    """Return the bytes of each weight by its file and name."""
+    files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    return {(file, name): x.numpy().tobytes() for file, state in files.items() for name, x in state.items()}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (),
+        pytest.param(("lora=null",), marks=pytest.mark.full),
+        pytest.param(("trainer=lightning",), marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_weights_are_saved_every_few_steps_and_at_a_stop(
+    given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool
+) -> None:
+    """Losses and weights are bit-equal with and without. Saved files are those of a run that ends after this step."""
+    (plain,) = run_ranks(1, _recipe, flux, tmp_path / "plain", *given, init=False)
+    (two,) = run_ranks(1, _recipe, flux, tmp_path / "two", *given, "max_steps=2", "validation.every=2", init=False)
+    saving = (*given, "save_every=2")
+    (all_steps,) = run_ranks(1, _recipe, flux, tmp_path / "saving", *saving, init=False)
+    stopped_at = (*saving, "max_steps=9")
+    (stopped,) = run_ranks(1, _stopped_recipe, flux, tmp_path / "stopped", *stopped_at, init=False)
+    assert plain == all_steps == stopped
+    assert two == plain[:2]
+    folder = "transformer" if "lora=null" in given else "lora"
+    expected = {2: _weights(tmp_path / "two" / folder), 3: _weights(tmp_path / "plain" / folder)}
+    assert expected[2].keys() == expected[3].keys() != set()
+    assert expected[2] != expected[3]
+    for run, steps in (("plain", ()), ("saving", (2,)), ("stopped", (2, 3))):
+        saved = sorted((tmp_path / run).glob("saved/*"))
+        assert [path.name for path in saved] == [f"step_{step:08d}" for step in steps]
+        for path, step in zip(saved, steps, strict=True):
+            assert _weights(path / folder) == expected[step]
+    assert _weights(tmp_path / "saving" / folder) == expected[3]
+    assert (tmp_path / "stopped/checkpoints/step_00000003/manifest.json").is_file()

@@ -54,6 +54,9 @@ def file(tmp_path: Path) -> Path:
         ({"dropout": 1.0}, "lora.dropout=1.0 must be a number of at least 0 and below 1"),
         ({"dropout": -0.1}, "lora.dropout=-0.1"),
         ({"targets": "blocks.(0"}, "lora.targets='blocks.(0' is not a valid regular expression: missing )"),
+        ({"ranks": {"to_q": 0}}, "lora.ranks={'to_q': 0}: to_q must be an integer of at least 1"),
+        ({"ranks": {"to_q": 2}, "file": "x"}, "lora.ranks and lora.dora do not work with lora.file"),
+        ({"dora": True, "file": "x"}, "lora.ranks and lora.dora do not work with lora.file"),
         ({"targets": []}, "lora.targets=[] must be a list of names"),
         ({"targets": ["to_q", 3]}, "lora.targets=['to_q', 3]"),
         ({"targets": 3}, "lora.targets=3"),
@@ -295,3 +298,40 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
     assert not torch.allclose(outputs[0], outputs[3])
     with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
         load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")
+
+
+def test_layers_have_ranks_of_their_own() -> None:
+    for alpha, scalings in ((None, (1.0, 1.0, 1.0)), (6.0, (2.0, 1.2, 3.0))):
+        model = wan()
+        add_lora(model, LoraSettings(rank=3, alpha=alpha, ranks={"to_q": 5, "blocks.1.attn1.to_q": 2}))
+        layers = [model.get_submodule(name) for name in ("blocks.0.attn1.to_k", Q, "blocks.1.attn1.to_q")]
+        assert [layer.lora_A["default"].weight.shape[0] for layer in layers] == [3, 5, 2]
+        assert tuple(layer.scaling["default"] for layer in layers) == pytest.approx(scalings)
+    with pytest.raises(ValueError, match=r"lora\.ranks: 'to_x' matches no layer of WanTransformer3DModel that lora"):
+        add_lora(wan(), LoraSettings(ranks={"to_x": 2}))
+    with pytest.raises(ValueError, match=r"lora\.ranks: 'ffn\.net\.2' matches no layer"):  # not adapted
+        add_lora(wan(), LoraSettings(ranks={"ffn.net.2": 2}))
+
+
+def test_all_linear_layers_are_adapted() -> None:
+    model = wan()
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    assert add_lora(model, LoraSettings(rank=2, targets="all-linear")) == linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dora_starts_at_the_base_with_norms_in_float32(dtype: torch.dtype) -> None:
+    model, base = wan(dtype), wan(dtype)
+    add_lora(model, LoraSettings(rank=2, dora=True))
+    norms = {name: x for name, x in lora_state(model).items() if name.endswith(".lora_magnitude_vector")}
+    assert len(norms) == 16
+    for name, x in norms.items():
+        weight = base.get_submodule(name.rpartition(".")[0]).weight
+        torch.testing.assert_close(x, weight.float().norm(dim=1))
+    values = inputs("wan", dtype)
+    found, expected = (x(**values, return_dict=False)[0].float() for x in (model, base))
+    assert (found - expected).norm() < (1e-6 if dtype == torch.float32 else 2e-2) * expected.norm()
+    with torch.device("meta"):
+        empty: Any = type(model)(**TINY["wan"].config)
+    with pytest.raises(ValueError, match=r"lora.dora=true needs the weights .* \(strategy=cp_fsdp\)"):
+        add_lora(empty, LoraSettings(dora=True))
