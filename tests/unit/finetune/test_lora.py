@@ -295,3 +295,12 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
     assert not torch.allclose(outputs[0], outputs[3])
     with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
         load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")
+
+
+@pytest.mark.parametrize("component", ["controlnet", "unet"])
+def test_a_lora_of_which_a_pipeline_takes_nothing_is_refused(component: str, tmp_path: Path) -> None:
+    model = wan()
+    add_lora(model, LoraSettings(rank=2))
+    save_lora(model, tmp_path, component=component)
+    with pytest.raises(ValueError, match=f"has no weights of this WanPipeline, .* its first is {component}.blocks.0."):
+        load_lora(deepcopy(made("wan")), tmp_path / LORA_FILE)
