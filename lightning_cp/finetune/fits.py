@@ -36,6 +36,7 @@ class _Widths:
 
 
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
+_GUIDANCE = {"guidance_embeds": "transformer", "control_guidance_embeds": "controlnet"}  # facts of these models
 _OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
@@ -139,6 +140,10 @@ def pipeline_facts(folder: Path, names: Collection[str]) -> dict[str, tuple[str,
     facts = {name: ("VAE", vae[name]) for name in _OF_VAE & vae.keys()}
     index = _config(folder / "model_index.json")
     facts |= {name: ("configuration", index[name]) for name in {"boundary_ratio"} & index.keys()}
+    for name, component in _GUIDANCE.items():
+        config = _config(folder / component / "config.json")
+        if "guidance_embeds" in config:
+            facts[name] = (component, config["guidance_embeds"])
     config = _config(folder / "scheduler" / "scheduler_config.json")
     facts |= {
         name: ("scheduler", read(_scheduler(config)))

@@ -67,8 +67,8 @@ def load_lora(pipe: Any, file: Path) -> None:
 
     diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, and HunyuanVideo 1.5 has none.
 
-    Raises: ValueError: the file is damaged, has weights that are not finite numbers, or the pipeline has no second
-        transformer.
+    Raises: ValueError: the file is damaged, has weights that are not finite numbers, the pipeline has no second
+        transformer, or diffusers finds no weights of the pipeline in the file.
     """
     tensors, _ = _read(f"lora={file}", file)
     _check_weights(f"lora={file} cannot be loaded", tensors)
@@ -85,6 +85,11 @@ def load_lora(pipe: Any, file: Path) -> None:
                 f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
             )
         expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=SECOND_EXPERT)
+    if not any(getattr(component, "peft_config", None) for component in pipe.components.values()):
+        raise ValueError(  # diffusers only logs it
+            f"lora={file} has no weights of this {type(pipe).__name__}, so it would change nothing; its first is "
+            f"{next(iter(tensors), 'missing')}. It must be a LoRA of a pipeline of this kind"
+        )
 
 
 def _read(setting: str, file: Path) -> tuple[dict[str, Tensor], Any]:

@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -45,19 +45,23 @@ def omit_unused_warning(ddp: DistributedDataParallel) -> None:
     """Omit DDP's advice to turn off `find_unused_parameters`, which the user has not turned on.
 
     DDP gives it once in a process, if all parameters are used, and writes it to stderr. In an autograd Function, torch
-    turns it into a Python warning, which can be ignored. Ranks: none.
+    turns it into a Python warning, which can be ignored. Another DDP module gives it here: this one would then average
+    the gradients of the next backward, also within `no_sync`. Ranks: none.
     """
-    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
-    if ddp.find_unused_parameters and parameters:
-        with torch.enable_grad():
-            all_used = torch.stack([parameter.flatten()[:0].float().sum() for parameter in parameters]).sum()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _PrepareForBackward.apply(ddp, all_used)  # type: ignore[no-untyped-call]
+    device = next((parameter.device for parameter in ddp.parameters() if parameter.requires_grad), None)
+    if not ddp.find_unused_parameters or device is None:
+        return
+    used = nn.ParameterList([nn.Parameter(torch.zeros(1, device=device))])
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        other = DistributedDataParallel(
+            used, process_group=ddp.process_group, find_unused_parameters=True, init_sync=False
+        )
+        _PrepareForBackward.apply(other, used[0].sum())  # type: ignore[no-untyped-call]
 
 
 class _PrepareForBackward(torch.autograd.Function):
-    """Tell DDP which parameters an output uses. The next forward does so again."""
+    """Tell DDP which parameters an output uses."""
 
     @staticmethod
     @override

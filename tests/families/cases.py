@@ -100,7 +100,7 @@ def _controlnet(**config: Any) -> Callable[[Any], None]:
 
     def change(pipe: Any) -> None:
         with quiet():
-            controlnet = type(pipe.controlnet).from_config({**pipe.controlnet.config, **config})
+            controlnet = changed(pipe.controlnet, config)
         pipe.register_modules(controlnet=loud(controlnet.eval()))
 
     return change
@@ -212,6 +212,14 @@ CASES = {
 }
 
 
+def changed(model: Any, config: Mapping[str, Any]) -> Any:
+    """Return a new model of the same class, with changes of the config."""
+    kept = {key: x for key, x in model.config.items() if key != "_use_default_values"}  # these could not be changed
+    new = type(model).from_config({**kept, **config})
+    assert {key: new.config[key] for key in config} == dict(config)
+    return new
+
+
 @functools.cache
 def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a case's pipeline, with equal random weights each time. Tests must not change it."""
@@ -225,8 +233,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     if case.change is not None:
         case.change(pipe)
     if case.config:
-        transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **case.config})
-        pipe.register_modules(transformer=loud(transformer))
+        pipe.register_modules(transformer=loud(changed(pipe.transformer, case.config)))
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(dtype)
 

@@ -41,6 +41,7 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
     check_trace(config)
     check_device(config, accelerator)
     check_optimizer(config)
+    check_schedule(config)
     check_logger(config)
     if read(config, "kernel") == "sage":
         raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
@@ -117,6 +118,16 @@ def check_optimizer(config: DictConfig) -> None:
         raise SettingsError(
             "optim.fused=true does not work with precision=16-mixed, because gradients are clipped before the fused "
             "step would unscale them: use optim=adamw or bf16-mixed"
+        )
+
+
+def check_schedule(config: DictConfig) -> None:
+    """Check the learning-rate schedule. Raises: SettingsError: the cycles of another schedule."""
+    cycles, name = read(config, "lr_cycles", 1), read(config, "lr_schedule")
+    if cycles != 1 and name != "cosine_with_restarts":
+        raise SettingsError(
+            f"lr_cycles={cycles} has no effect with lr_schedule={name}: leave it out, or use "
+            "lr_schedule=cosine_with_restarts"
         )
 
 

@@ -149,6 +149,12 @@ def _check_lists(config: DictConfig) -> None:
         raise SettingsError(
             f"objective.time_range={show(chosen)} is not valid: the first number must be less than the second"
         )
+    gamma, weighting = read(config, "objective.min_snr_gamma"), read(config, "objective.weighting")
+    if gamma is not None and weighting != "min_snr":
+        raise SettingsError(
+            f"objective.min_snr_gamma={gamma} has no effect with objective.weighting={show(weighting)}: leave it out, "
+            "or use objective.weighting=min_snr"
+        )
 
 
 def _check_quantize(config: DictConfig) -> None:

@@ -147,7 +147,7 @@ class FineTune(TrainingSetup):
         source = self.config.model.pretrained
         names = components_of(self.config) if side is None else ["transformer"]
         files = describe_files(source, names)
-        return ", ".join(f"{name} {files.get(name, source)}" for name in names)
+        return ", ".join(f"{name} {files.get(name, source)}" for name in sorted(names))
 
     @override
     def validate(self, run: Run) -> float | None:

@@ -178,3 +178,13 @@ def test_an_expert_that_is_hardly_ever_drawn_is_one_error(wan: Path) -> None:
 def test_a_resume_with_one_of_the_experts_is_refused(both: Callable[..., Finished], alone: Finished) -> None:
     with pytest.raises(AssertionError, match="was trained on other frozen weights than those"):
         both("one", *CHOSEN, "model.component=transformer", f"resume={alone.folder}", "objective.shift=7.0")
+
+
+@pytest.mark.full
+def test_a_resume_may_name_the_experts_in_another_order(both: Callable[..., Finished], alone: Finished) -> None:
+    started = both("in order", *CHOSEN, "max_steps=3")
+    last, swapped = started.folder / "checkpoints/step_00000003", "model.component=[transformer_2,transformer]"
+    resumed = both("swapped", *CHOSEN, swapped, f"resume={last}")
+    assert resumed.losses == pytest.approx(alone.losses[3:], rel=1e-4)
+    assert [row.expert for row in resumed.rows] == [3 - row.expert for row in alone.rows[3:]]
+    assert_equal_adapters(resumed, alone)

@@ -152,6 +152,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "objective.sigma_range=[[0.9,1.0],[0.0,0.8]]",
         "model.pretrained=organisation/pipeline model.component=[transformer,transformer_2]",
         "objective.time_range=[0,500]",
+        "objective.weighting=min_snr objective.min_snr_gamma=1 lr_schedule=cosine_with_restarts lr_cycles=3",
         "data.validation=2 validation.every=10",
         "data=folder data.path=HERE/media data.sizes=[[16,24]] data.frames=[1,5]",
         "strategy=cp ring=2 ulysses=2",
@@ -244,6 +245,15 @@ REFUSED = [
     ("objective.sigma_range=[0.9,0.1]", "objective.sigma_range=[0.9, 0.1] is not valid: the first number must be less"),
     ("objective.time_range=[0.5,1]", "objective.time_range=[0.5, 1] is not valid"),
     ("objective.time_range=[5,5]", "objective.time_range=[5, 5] is not valid: the first number must be less"),
+    (
+        "objective.min_snr_gamma=5",
+        "objective.min_snr_gamma=5 has no effect with objective.weighting=null: leave it out",
+    ),
+    (
+        "objective.weighting=cosmap objective.min_snr_gamma=5",
+        "objective.min_snr_gamma=5 has no effect with objective.weighting=cosmap: leave it out",
+    ),
+    ("lr_schedule=cosine lr_cycles=3", "lr_cycles=3 has no effect with lr_schedule=cosine: leave it out, or use"),
     ("objective.sample_posterior=2", "objective.sample_posterior=2 is not valid"),
     ("validation.every=0", "validation.every=0 is not valid"),
     ("validation.quantiles=[]", "validation.quantiles=[] is not valid: must be a list of different numbers"),

@@ -187,3 +187,17 @@ def test_masks_of_text_may_have_any_dtype() -> None:
     masked = {"text_mask": torch.ones(8, dtype=torch.bool)}
     facts = {"text_length": 8, "scaling_factor": 1.0, "latents_std": [1.0]}
     check_cache(Path("cache"), load_family("ltx", facts), {**CLIP, **masked}, "pipe", {})
+
+
+@pytest.mark.parametrize(
+    ("fact", "component"), [("guidance_embeds", "transformer"), ("control_guidance_embeds", "controlnet")]
+)
+def test_a_model_with_guidance_does_not_train_on_a_cache_of_one_without(
+    fact: str, component: str, tmp_path: Path
+) -> None:
+    (tmp_path / component).mkdir()
+    (tmp_path / component / "config.json").write_text('{"guidance_embeds": true}')
+    facts = pipeline_facts(tmp_path, [fact])
+    with pytest.raises(FamilyError, match=rf"has {fact}=False, but the {component} of .* has {fact}=True: encode the"):
+        check_cache(Path("cache"), load_family("flux", {**FACTS, fact: False}), SAMPLE, "pipe", facts)
+    check_cache(Path("cache"), load_family("flux", {**FACTS, fact: True}), SAMPLE, "pipe", facts)

@@ -335,3 +335,12 @@ def test_dora_starts_at_the_base_with_norms_in_float32(dtype: torch.dtype) -> No
         empty: Any = type(model)(**TINY["wan"].config)
     with pytest.raises(ValueError, match=r"lora.dora=true needs the weights .* \(strategy=cp_fsdp\)"):
         add_lora(empty, LoraSettings(dora=True))
+
+
+@pytest.mark.parametrize("component", ["controlnet", "unet"])
+def test_a_lora_of_which_a_pipeline_takes_nothing_is_refused(component: str, tmp_path: Path) -> None:
+    model = wan()
+    add_lora(model, LoraSettings(rank=2))
+    save_lora(model, tmp_path, component=component)
+    with pytest.raises(ValueError, match=f"has no weights of this WanPipeline, .* its first is {component}.blocks.0."):
+        load_lora(deepcopy(made("wan")), tmp_path / LORA_FILE)
