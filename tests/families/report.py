@@ -13,7 +13,18 @@ from pathlib import Path
 
 _PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _BEGIN, _END = "<!-- table: written by tests/families/report.py -->\n", "<!-- end of table -->\n"
-_COLUMNS = ("capture", "oracle", "batch", "capture bf16", "oracle bf16", "batch bf16", "ring=2", "ring=3", "ulysses=2")
+_COLUMNS = (
+    "capture",
+    "oracle",
+    "batch",
+    "capture bf16",
+    "oracle bf16",
+    "batch bf16",
+    "ring=2",
+    "ring=3",
+    "ulysses=2",
+    "2 × 2",
+)
 
 
 def record(family: str, pipeline: str, case: str, column: str, error: float) -> None:

@@ -108,6 +108,10 @@ def _check_component(config: DictConfig, source: Path, component: str, models: M
 
 def check_quantised(config: DictConfig, weights: str) -> None:
     """Check what cannot be done with quantised weights. Args: weights: why they are quantised."""
+    if components_of(config) == [CONTROLNET]:
+        raise SettingsError(
+            f"{weights}, which cannot be trained, and a ControlNet takes no adapters: use other weights"
+        )
     if config.get("lora") is None:
         raise SettingsError(f"{weights}, which cannot be trained: train a LoRA on them, for example lora.rank=16")
     if shards_weights(config):
