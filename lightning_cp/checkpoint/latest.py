@@ -76,7 +76,8 @@ def remove_partials(root: Path) -> None:
 
 
 def _search(root: Path, accept: Callable[[Path], bool]) -> Path | None:
-    folders = [(folder, [path for path in _children(folder) if _is_step(path)]) for folder in _checkpoint_folders(root)]
+    listed = _listed(root)
+    folders = [(folder, [path for path in paths if os.path.isdir(path)]) for folder, paths in listed]
     candidates = [path for folder, steps in folders if steps and accept(folder.parent) for path in steps]
     newest_first = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
     for _, _, path, manifest, fingerprint in newest_first:
@@ -90,7 +91,15 @@ def _search(root: Path, accept: Callable[[Path], bool]) -> Path | None:
             raise _ChangedError
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             _log.warning("skipped the newer checkpoint %s: %s", path, manifest)
+    if _listed(root) != listed:  # what was listed may have been removed before it was read, and a newer one be there
+        raise _ChangedError
     return None
+
+
+def _listed(root: Path) -> list[tuple[Path, list[Path]]]:
+    """List the folders of checkpoints, each with what looks like a checkpoint in it."""
+    folders = ((folder, _children(folder)) for folder in _checkpoint_folders(root))
+    return [(folder, [path for path in paths if path.name.startswith("step_")]) for folder, paths in folders]
 
 
 def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
@@ -113,10 +122,6 @@ def _fingerprint(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise _ChangedError from error
     return status.st_ino, status.st_mtime_ns
-
-
-def _is_step(path: Path) -> bool:
-    return path.name.startswith("step_") and os.path.isdir(path)  # isdir is False without permission
 
 
 def _checkpoint_folders(root: Path) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest, latest_checkpoint
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
@@ -262,6 +262,22 @@ for step in itertools.count(2):
     FORMATS[sys.argv[2]](Path(sys.argv[1]), Checkpoint(step if sys.argv[3] == "new" else 1, states(), {}), keep=1)
     print(step, flush=True)
 """
+
+
+def test_a_checkpoint_that_replaces_the_listed_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, list_children = tmp_path / "run" / "checkpoints", latest._children
+    FORMATS["full"](parent, Checkpoint(1, states(), {}))
+
+    def replaced_after_the_list(folder: Path) -> list[Path]:
+        children = list_children(folder)
+        if folder == parent and parent / "step_00000001" in children:
+            FORMATS["full"](parent, Checkpoint(2, states(), {}), keep=1)
+        return children
+
+    monkeypatch.setattr(latest, "_children", replaced_after_the_list)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "step_00000002"
 
 
 @pytest.mark.parametrize("which", ["new", "same"])
