@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import parallelize
 
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
 SINGLE_RANK = "one process"  # on a GPU
@@ -44,3 +48,14 @@ def modes(ranks: int) -> dict[str, ContextParallelConfig]:
     if ranks >= 4 and ranks % 2 == 0:
         configs["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
     return configs
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Copy a model whose weights are not modified."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def parallel(model: nn.Module, mode: ContextParallelConfig, check_peers: str = "sampled") -> nn.Module:
+    """Make a model context-parallel in place and return it."""
+    parallelize(model, mode, check_peers=check_peers)
+    return model

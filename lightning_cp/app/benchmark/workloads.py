@@ -24,7 +24,9 @@ from lightning_cp.app.benchmark.subject import (
     SINGLE_RANK,
     UNCHECKED,
     Subject,
+    copy_sharing_weights,
     modes,
+    parallel,
 )
 from lightning_cp.attention import context_parallel_attention
 from lightning_cp.attention.heads import assign_heads
@@ -169,10 +171,7 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
 
         return step
 
-    def copied(model: nn.Module) -> nn.Module:
-        return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
-
-    subjects = _model_subjects(config, device, step_of, copied=copied) + _branches(config, device)
+    subjects = _model_subjects(config, device, step_of, copied=copy_sharing_weights) + _branches(config, device)
     return subjects + _stages(config, device)
 
 
@@ -268,9 +267,7 @@ def _model_subjects(
         model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
 
     def own_mode(settings: ContextParallelConfig, check_peers: str = "sampled") -> Callable[[], object]:
-        own_tokens = copied(model)
-        parallelize(own_tokens, settings, check_peers=check_peers)
-        return step_of(own_tokens, averaged=True)
+        return step_of(parallel(copied(model), settings, check_peers), averaged=True)
 
     def peer(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
         return step_of(enable(copied(model)), averaged=True)

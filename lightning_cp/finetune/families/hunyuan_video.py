@@ -6,6 +6,7 @@ The transformers take unpacked latents, times in [0, 1000], and text with paddin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class HunyuanVideo15(HunyuanVideo):
 
     @override
     def default_sides(self, pipe: Any) -> dict[str, int]:
-        width, height = pipe.default_aspect_ratio
+        width, height = getattr(pipe, "default_aspect_ratio", (16, 9))  # image to video has none
         sides = pipe.video_processor.calculate_default_height_width(height, width, pipe.target_size)
         return dict(zip(("height", "width"), sides, strict=True))
 
@@ -189,10 +190,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     name = "hunyuan_video15_image_to_video"
     pipelines = ("HunyuanVideo15ImageToVideoPipeline",)
-    components = Components(
-        text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-        media=("vae", "image_encoder", "feature_extractor"),
-    )
+    components = replace(HunyuanVideo15.components, media=("vae", "image_encoder", "feature_extractor"))
 
     @override
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
@@ -203,11 +201,6 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
                 embeds = pipe.encode_image(image, 1, pipe.image_encoder.device, pipe.image_encoder.dtype)
             sample["image_embeds"] = embeds[0]
         return samples
-
-    @override
-    def default_sides(self, pipe: Any) -> dict[str, int]:
-        sides = pipe.video_processor.calculate_default_height_width(9, 16, pipe.target_size)
-        return dict(zip(("height", "width"), sides, strict=True))
 
     @override
     def call_arguments(self, media: Media) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
-from lightning_cp.app.benchmark.subject import modes
+from lightning_cp.app.benchmark.subject import modes, parallel
 from lightning_cp.attention import context_parallel_attention
-from lightning_cp.engine.apply import parallelize
 
 _PEER = "diffusers Ulysses"
 # (mode, ranks, pass) -> largest time as a multiple of diffusers' Ulysses in the same pass and run
@@ -123,7 +122,7 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Stage
     with fake_world(ranks):
         makers: dict[str, Callable[[nn.Module], nn.Module]] = {"one process": lambda model: model}
         for name, mode in modes(ranks).items():
-            makers[name] = functools.partial(_parallel, mode=mode)
+            makers[name] = functools.partial(parallel, mode=mode)
         makers[_PEER] = peers.models(device)[_PEER]
         steps = {(name, n): steps_of(make, n) for name, make in makers.items() for n in (few, many)}
         times_by_model = _times(steps, settings, device)
@@ -135,11 +134,6 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Stage
         for name in makers
     }
     _add_rows(f"One {'compiled ' * compiled}block of a Wan transformer, {ranks} ranks", each, result)
-
-
-def _parallel(model: nn.Module, *, mode: Any) -> nn.Module:
-    parallelize(model, mode)
-    return model
 
 
 def _times(

@@ -5,7 +5,6 @@ Collectives send nothing, so the time is that of the computation, or of the host
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
-from lightning_cp.app.benchmark.subject import UNCHECKED, modes
-from lightning_cp.engine.apply import parallelize
+from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
 
 _ALONE = "a rank's tokens alone"
 _PASSES = ("forward", "with backward")
@@ -37,24 +35,23 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
     device, settings = torch.device(config.device), config.transformer
     model = _flux(config, device)
 
-    def parallel(mode: Any, check_peers: str, model: nn.Module) -> nn.Module:
-        parallelize(model, mode, check_peers=check_peers)
-        return model
-
     with fake_world(ranks):
         makers: dict[str, Callable[[nn.Module], nn.Module]] = {}
         for name, mode in modes(ranks).items():
-            makers[name] = functools.partial(parallel, mode, "sampled")
-            makers[name + UNCHECKED] = functools.partial(parallel, mode, "off")
-        # A copy shares the weights. A model is parallel for one world only.
-        steps = {name: _passes(make(_copied(model)), _inputs(config, 1, device)) for name, make in makers.items()}
+            makers[name] = functools.partial(parallel, mode=mode)
+            makers[name + UNCHECKED] = functools.partial(parallel, mode=mode, check_peers="off")
+        # A model is parallel for one world only.
+        steps = {
+            name: _passes(make(copy_sharing_weights(model)), _inputs(config, 1, device))
+            for name, make in makers.items()
+        }
         steps[_ALONE] = _passes(model, _inputs(config, ranks, device))
         if device.type == "cuda":
             for name in ("Ulysses" + UNCHECKED, "ring allgather" + UNCHECKED, _ALONE):
                 steps[f"{name}, CUDA graph"] = [_captured(steps[name][0])]
         for name, enable in peers.models(device).items():
             try:
-                passes = _passes(enable(_copied(model)), _inputs(config, 1, device))
+                passes = _passes(enable(copy_sharing_weights(model)), _inputs(config, 1, device))
                 for step in passes:
                     step()
                 steps[name] = passes
@@ -91,10 +88,6 @@ def _flux(config: DictConfig, device: torch.device) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     return model  # type: ignore[no-any-return]
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _inputs(config: DictConfig, parts: int, device: torch.device) -> dict[str, Any]:
