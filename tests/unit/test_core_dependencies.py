@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
-    "finetune/families/spectrogram.py": {"transformers"},
+    "finetune/families/video/spectrogram.py": {"transformers"},
     "finetune/lora.py": {"peft"},
     "finetune/quantize.py": {"optimum"},
     "finetune/media/decoder.py": {"av"},

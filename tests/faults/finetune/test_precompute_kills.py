@@ -24,7 +24,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 import lightning_cp.finetune.precompute.run, diffusers, transformers
 from lightning_cp.finetune.precompute import EncodingRanks, encode
-from lightning_cp.finetune.families.flux import Flux
+from lightning_cp.finetune.families.image.flux import Flux
 from tests.harness import warm
 from tests.unit.finetune.precompute.made import PICTURES, encoded
 import os, time

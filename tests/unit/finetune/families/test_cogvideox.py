@@ -12,8 +12,8 @@ from diffusers import CogVideoXDDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import StoredBatch, load_family
-from lightning_cp.finetune.families.cogvideox import _centred
 from lightning_cp.finetune.families.schedule import diffusion_facts
+from lightning_cp.finetune.families.video.cogvideox import _centred
 
 FACTS: dict[str, Any] = {
     "spatial": 8,

@@ -12,8 +12,8 @@ import torch
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import collate, family_for
 from lightning_cp.family_check import store
-from lightning_cp.finetune.families.ltx import LTX
-from lightning_cp.finetune.families.spectrogram import log_mel
+from lightning_cp.finetune.families.video.ltx import LTX
+from lightning_cp.finetune.families.video.spectrogram import log_mel
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CAPTIONS, made, media
 

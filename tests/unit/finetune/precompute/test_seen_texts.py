@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Media, Sample, TextStorage, register_family, registry
-from lightning_cp.finetune.families.flux import FluxKontext
+from lightning_cp.finetune.families.image.flux import FluxKontext
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.objectives import objective_for
 from tests.families.cases import made

@@ -24,13 +24,13 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
     per_channel,
 )
-from lightning_cp.finetune.families.first_frame import first_frame_mask
 from lightning_cp.finetune.families.latents import Latents
-from lightning_cp.finetune.families.ltx import LTX, FirstFrame, pack_tokens, unpack_tokens
 from lightning_cp.finetune.families.media import condition_image
 from lightning_cp.finetune.families.shift import scheduler_times
-from lightning_cp.finetune.families.sound import sound_of
-from lightning_cp.finetune.families.spectrogram import log_mel
+from lightning_cp.finetune.families.video.first_frame import first_frame_mask
+from lightning_cp.finetune.families.video.ltx import LTX, FirstFrame, pack_tokens, unpack_tokens
+from lightning_cp.finetune.families.video.sound import sound_of
+from lightning_cp.finetune.families.video.spectrogram import log_mel
 
 
 class LTX2(LTX):

@@ -16,7 +16,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, Stored
 from lightning_cp.finetune.families.media import to_clips
-from lightning_cp.finetune.families.wan import Wan
+from lightning_cp.finetune.families.video.wan import Wan
 from lightning_cp.side_models import VACE
 
 

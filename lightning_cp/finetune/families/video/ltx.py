@@ -24,10 +24,10 @@ from lightning_cp.finetune.families.family import (
     Stored,
     per_channel,
 )
-from lightning_cp.finetune.families.first_frame import check_more_frames, first_frame_mask
 from lightning_cp.finetune.families.masked_text import MaskedText, call_default
 from lightning_cp.finetune.families.media import condition_image
 from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
+from lightning_cp.finetune.families.video.first_frame import check_more_frames, first_frame_mask
 
 
 class LTX(MaskedText):

@@ -1,0 +1,1 @@
+"""Families of pipelines that make clips, with or without sound."""
