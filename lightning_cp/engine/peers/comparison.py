@@ -78,6 +78,7 @@ class PeerCheck:
         self._forward, self._model = 0, ""
         self._table: tuple[Tensor, tuple[float, ...]] | None = None
         self._pending: _Sampled | None = None
+        self._siblings = {groups.name: self}  # checks of the same model for other groups
         self._shapes: set[tuple[float, ...]] = set()  # compared: of the last forward; on GPUs, of all
 
     def of_copy(self) -> PeerCheck:
@@ -85,8 +86,11 @@ class PeerCheck:
         return PeerCheck(self._groups, self._names, self._check_peers)
 
     def of_groups(self, groups: MeshGroups) -> PeerCheck:
-        """Return a new check with the same settings for the ranks of other groups."""
-        return PeerCheck(groups, self._names, self._check_peers)
+        """Return the check with the same settings for the ranks of other groups; it is new for groups without one."""
+        if groups.name not in self._siblings:
+            self._siblings[groups.name] = PeerCheck(groups, self._names, self._check_peers)
+            self._siblings[groups.name]._siblings = self._siblings
+        return self._siblings[groups.name]
 
     def of_one_rank(self) -> PeerCheck:
         """Return a check that compares nothing."""
