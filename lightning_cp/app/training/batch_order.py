@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.components import components_of
-from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.app.settings.world import is_single, shards_weights
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.divided_sampler import DividedBatchSampler
@@ -28,7 +28,8 @@ def batch_order(config: DictConfig, data: Any, family: Family, strategy: Any) ->
         strategy: it has the data ranks.
     """
     if config.data.mixed or config.degrees.by_tokens:
-        division, degrees = _division(config, data, family), step_degrees(strategy)
+        division = _division(config, data, family)
+        degrees = step_degrees(None if is_single(config) else strategy)
         return DividedBatchSampler(division, config.batch_size, degrees, mixed=config.data.mixed, seed=config.seed)
     shard = DataShard.of(strategy)
     return BucketBatchSampler(
