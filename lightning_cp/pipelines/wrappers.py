@@ -11,9 +11,9 @@ from typing import Any
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import watching_this_thread
 from lightning_cp.pipelines.adapters import adapter_state
-from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.degrees import Degrees
+from lightning_cp.pipelines.equal_inputs import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.guidance.controlnets import groups_of_all

@@ -23,9 +23,9 @@ from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it

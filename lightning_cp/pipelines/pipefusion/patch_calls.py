@@ -21,14 +21,14 @@ from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import held_tensors
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
+from lightning_cp.pipelines.pipefusion.links import StageFailedError
+from lightning_cp.pipelines.pipefusion.once_per_step import run_once
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
-from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
-from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import BlockStage, release_others
 from lightning_cp.pipelines.result_layout import key_of
 from lightning_cp.undoable import Undo, intercept_calls
 

@@ -10,11 +10,11 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of, make_stage
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranches
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
 from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import blocks_of, make_stage
 
 
 def make_patch_calls(

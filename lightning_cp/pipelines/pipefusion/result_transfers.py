@@ -18,10 +18,10 @@ from torch import Tensor
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh.sample_groups import StageGroup
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
+from lightning_cp.pipelines.pipefusion.links import check_same, receive_object, send_object
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
-from lightning_cp.pipelines.pipefusion.stage_links import check_same, receive_object, send_object
+from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors
 
 _MOST_BYTES = 2**27  # of all positions: 39 MB for a video of 81 frames at 720p

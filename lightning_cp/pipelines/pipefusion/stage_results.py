@@ -25,8 +25,8 @@ from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
 from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers, StageResult
+from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.pipefusion.step_overlap import ComputeStart, describe, have_pieces, is_independent
 from lightning_cp.pipelines.result_layout import forget_oldest
 

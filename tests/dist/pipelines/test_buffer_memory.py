@@ -16,8 +16,8 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.pipefusion import buffer_memory
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 
