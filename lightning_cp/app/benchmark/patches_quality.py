@@ -29,7 +29,7 @@ PATCHES = (2, 4, 8)
 WARMUP = (1, 2, 4)
 
 
-class Measured(NamedTuple):
+class QualityRow(NamedTuple):
     """Samples drawn in patches (1: exactly), with `warmup` first evaluations of the whole sequence.
 
     psnr: PSNR in dB relative to the exact samples, for values in [-1, 1].
@@ -62,20 +62,20 @@ def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tens
         undo_all(undo)
 
 
-def measure_patches(run: Path, count: int) -> list[Measured]:
+def measure_patches(run: Path, count: int) -> list[QualityRow]:
     """Draw `count` samples exactly and with each setting."""
     digits = load_digits(run, count)
     exact = samples_in_patches(digits, patches=1, warmup=1)
-    measured: list[Measured] = []
+    measured: list[QualityRow] = []
     for patches, warmup in [(1, 1), *((n, w) for n in PATCHES for w in WARMUP)]:
         samples = exact if patches == 1 else samples_in_patches(digits, patches, warmup)
         largest, recognised = float((samples - exact).abs().max()), recognise_digits(samples, digits.labels).fraction
-        measured.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
+        measured.append(QualityRow(patches, warmup, psnr(samples, exact), largest, recognised))
         print(measured[-1], flush=True)
     return measured
 
 
-def draw_quality(measured: list[Measured], path: Path) -> None:
+def draw_quality(measured: list[QualityRow], path: Path) -> None:
     """Plot the deviation against the number of patches, with a line for each warm-up."""
     exact, *others = measured
     lines = {f"warm-up {warmup}": [x for x in others if x.warmup == warmup] for warmup in WARMUP}

@@ -148,8 +148,8 @@ class PatchEvaluation(Evaluation):
             raise InterceptionError(
                 "causal, block-causal or ragged attention cannot be computed in patches: use patches=1"
             )
-        call, held = self.session.current(), kind.queries if kind.keys is None else kind.keys
-        modalities = tuple(modality for modality in self.order if modality in held)
+        call, attended = self.session.current(), kind.queries if kind.keys is None else kind.keys
+        modalities = tuple(modality for modality in self.order if modality in attended)
         ranges, total = call.ranges(modalities), sum(call.lengths.get(modality, 0) for modality in modalities)
         if mask is not None and kind.mask == "keys":
             mask = mask[..., :1, :]

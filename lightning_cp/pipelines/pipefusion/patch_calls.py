@@ -20,7 +20,7 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
-from lightning_cp.pipelines.lazy_tensor import held_tensors
+from lightning_cp.pipelines.lazy_tensor import with_buffers
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
 from lightning_cp.pipelines.pipefusion.links import StageFailedError
@@ -126,7 +126,7 @@ class PatchCalls:
         Ranks: all stages of all CFG branches, with equal arguments; all of each context group.
         """
         call = (args, kwargs)
-        args, kwargs = held_tensors(call)
+        args, kwargs = with_buffers(call)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if needs_gradients(self.installed.module, (args, kwargs)):
             raise PlanError(
