@@ -126,7 +126,7 @@ def parallelize_pipeline(
             divide_weights(state)
     except BaseException as error:
         state.undo()
-        mark_unusable(pipeline, state.layers, state.patch_calls, error)
+        mark_unusable(pipeline, state.layers, state.patch_runners, error)
         raise
     if state.stages is not None:
         state.stages.offload_all()

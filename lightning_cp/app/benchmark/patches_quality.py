@@ -22,8 +22,8 @@ from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
-from lightning_cp.undoable import intercept_calls, undo_all
+from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
+from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 PATCHES = (2, 4, 8)
 WARMUP = (1, 2, 4)
@@ -48,8 +48,10 @@ def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tens
     """Draw the samples. Each evaluation is one forward, with both branches of guidance in its batch."""
     clock = StepClock()
     votes, installed = Votes("the loop", digits.ranks.control), {"transformer": digits.installed}
-    made = make_patch_calls(installed, digits.ranks, votes, pipe=1, patches=patches, warmup=warmup, clock=clock)
-    undo = [x for calls in made.values() for x in (*calls.install(), intercept_calls(digits.transformer, calls.call))]
+    runners = make_patch_runners(installed, digits.ranks, votes, pipe=1, patches=patches, warmup=warmup, clock=clock)
+    undo = list[Undo]()
+    for runner in runners.values():  # none for a single patch
+        undo += [*runner.install(), intercept_calls(digits.transformer, runner.call)]
 
     @contextmanager
     def evaluation(time: float) -> Iterator[None]:

@@ -33,7 +33,7 @@ _MAX_INCOMPLETE_EXCHANGES = 2
 
 
 @dataclass(eq=False)
-class BranchCalls:
+class BranchRunner:
     """Distributes the calls of a pipeline's transformers over the CFG branches.
 
     Attributes:

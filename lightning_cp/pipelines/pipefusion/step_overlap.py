@@ -17,7 +17,7 @@ from lightning_cp.pipelines.lazy_tensor import Deferred, LazyTensor, compute
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions
 from lightning_cp.pipelines.pipefusion.result_transfers import CallResult
 
-# Computes the start of the model for the forward of a piece: see `PatchCalls`.
+# Computes the start of the model for the forward of a piece: see `PatchRunner`.
 ComputeStart = Callable[[int], "list[Tensor] | None"]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion import links, marked_packets, result_transfers
 from lightning_cp.pipelines.pipefusion.links import StageLinks
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls, _Forward
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner, _Forward
 from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.pipefusion.stages import BlockStage
@@ -102,7 +102,7 @@ def _program(rank: int, stages: int, patches: int, known: list[list[bool]], fail
     stage = BlockStage(installed, StageLinks(stage_group, mock.Mock()), blocks, range(rank, rank + 1))
     results = StageResults(ResultTransfers(stage_group, [group], mock.Mock()), mock.Mock())
     results.overlaps = True
-    calls = PatchCalls.__new__(PatchCalls)
+    calls = PatchRunner.__new__(PatchRunner)
     calls.installed, calls.patches, calls.stage, calls.results = installed, patches, stage, results
     key = (id(stage), ("call", patches))
     form, _ = form_and_tensors(_OUTPUT)

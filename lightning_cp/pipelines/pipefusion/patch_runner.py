@@ -45,12 +45,12 @@ class _Forward(NamedTuple):
 
 
 def _knows_all(number: int) -> list[Tensor]:
-    """Return what `PatchCalls._compute_start` does if no argument is NaN: another branch computes this call."""
+    """Return what `PatchRunner._compute_start` does if no argument is NaN: another branch computes this call."""
     return []
 
 
 @dataclass(eq=False)
-class PatchCalls:
+class PatchRunner:
     """Computes the calls of one transformer in patches.
 
     Attributes:
