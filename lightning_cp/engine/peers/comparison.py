@@ -211,16 +211,21 @@ def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str
 
 def digest(x: Tensor) -> Digest:
     """Return shape and dtype as text, and a list of the norm and some random projections."""
-    what = f"{tuple(x.shape)} {x.dtype}"
-    with torch.no_grad():
-        flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
-        flat = flat.double()
-        generator = torch.Generator("cpu").manual_seed(flat.numel())
-        sums = [flat.norm()]
-        for _ in range(_PROJECTIONS):
-            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
-            sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
-        return what, torch.stack(sums).tolist()
+    return f"{tuple(x.shape)} {x.dtype}", norm_and_projections(x, _PROJECTIONS)
+
+
+@torch.no_grad()
+def norm_and_projections(x: Tensor, projections: int) -> list[float]:
+    """Return the norm of a tensor, and projections onto random signs, the same on all ranks."""
+    flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
+    flat = flat.double()
+    generator = torch.Generator("cpu").manual_seed(flat.numel())
+    sums = [flat.norm()]
+    for _ in range(projections):
+        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
+        sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
+    values: list[float] = torch.stack(sums).tolist()
+    return values
 
 
 @contextmanager
