@@ -21,8 +21,7 @@ from lightning_cp.compat.torch_names import (
     temporarily_clear_interpreter_stack,
 )
 from lightning_cp.config import CHECK_PEERS
-from lightning_cp.engine.peers import samples as peer_samples
-from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values
+from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 
@@ -159,10 +158,9 @@ class PeerCheck:
             return  # the compared world group was destroyed; a new one may exist
         if within_s is not None and not pending.gather.is_done(within_s=within_s):
             return
-        names = self._sampler.names
         with without_transforms():
-            by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        difference = peer_samples.sampled_difference(by_rank, names)
+            by_rank = pending.gather.read()
+        difference = sampled_difference(by_rank, self._sampler.names)
         if difference is not None:
             rank, problem = difference
             raise PeerMismatchError(

@@ -172,8 +172,9 @@ def _mix(numbers: Tensor, forward: int) -> Tensor:
 def sampled_difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
-    Args: by_rank: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
+    Args: by_rank: the tables of all ranks, [ranks, (1 + len(names)) * (1 + 2 * BUCKETS)].
     """
+    by_rank = by_rank.reshape(len(by_rank), 1 + len(names), -1)
     counts, by_rank = by_rank[:, 0, 0], by_rank[:, 1:]
     for rank, count in enumerate(counts):
         if count != counts[0]:
