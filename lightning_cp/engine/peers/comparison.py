@@ -21,6 +21,7 @@ from lightning_cp.compat.torch_names import (
     temporarily_clear_interpreter_stack,
 )
 from lightning_cp.config import CHECK_PEERS
+from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
@@ -77,7 +78,7 @@ class PeerCheck:
         self._forward, self._model = 0, ""
         self._table: tuple[Tensor, tuple[float, ...]] | None = None
         self._pending: _Sampled | None = None
-        self._shapes: set[tuple[float, ...]] = set()  # compared: of the last forward; on GPUs, of all
+        self._shapes: set[tuple[float, ...]] = set()  # that were compared in the last forward, on GPUs in all forwards
 
     def of_copy(self) -> PeerCheck:
         """Return a new check with the same settings, for a deep copy of the model."""
@@ -210,20 +211,6 @@ def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str
 def digest(x: Tensor) -> Digest:
     """Return shape and dtype as text, and a list of the norm and some random projections."""
     return f"{tuple(x.shape)} {x.dtype}", norm_and_projections(x, _PROJECTIONS)
-
-
-@torch.no_grad()
-def norm_and_projections(x: Tensor, projections: int) -> list[float]:
-    """Return the norm of a tensor, and projections onto random signs, the same on all ranks."""
-    flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
-    flat = flat.double()
-    generator = torch.Generator("cpu").manual_seed(flat.numel())
-    sums = [flat.norm()]
-    for _ in range(projections):
-        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
-        sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
-    values: list[float] = torch.stack(sums).tolist()
-    return values
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Sampler:
 
 
 class _Place(NamedTuple):
-    """Where a tensor's sums go: row of its argument, number in the argument, number of the argument's tensors."""
+    """Place of a tensor in the table: row of its argument, number in the argument, number of the argument's tensors."""
 
     row: int
     number: int
@@ -83,16 +83,16 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Which elements of several tensors are read, and which bucket each is added to. Floating-point tensors come first.
+    """Positions and buckets of the elements that are read from several tensors, those with floats first.
 
     Attributes:
-        counts: number of elements that are read of each tensor.
-        num_floats: number of elements that are floating-point.
-        intervals: for each element that is chosen anew in each forward: start and width of the interval to choose from,
-            and a number that differs between the elements of a tensor, int64 [3, chosen].
+        counts: number of elements to read from each tensor.
+        num_floats: number of floating-point elements.
+        intervals: for each element that is chosen again in each forward: start and width of its interval, and a number
+            that no other element of the tensor has, int64 [3, chosen].
         weights, buckets: weight and bucket of each element.
-        owners, sums_of: of each bucket, the index of its tensor, and the index of the sum that it is added to.
-        shares, tolerances: of each bucket, one over the number of its tensor's buckets, and a relative error.
+        owners, sums_of: for each bucket, the index of its tensor, and the index of the sum that it is added to.
+        shares, tolerances: for each bucket, one over the number of buckets of its tensor, and a relative error.
     """
 
     counts: tuple[int, ...]

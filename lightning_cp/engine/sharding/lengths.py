@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.peers.comparison import norm_and_projections
+from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
 

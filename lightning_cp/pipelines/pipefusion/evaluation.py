@@ -36,7 +36,7 @@ class PatchEvaluation(Evaluation):
     Attributes:
         patches: number of patches.
         order: order of the modalities' tokens in attention.
-        buffers: what each call of a forward that needs other patches' tokens keeps between evaluations, in call order.
+        buffers: tokens of other patches that the calls of a forward keep between evaluations, in call order.
         patch: index of the current forward's patch; None: the forward computes the whole sequence.
         outputs: outputs gathered so far, over the whole sequence.
         kept: results that are the same for all patches, by module and number of its call in a forward.
