@@ -170,8 +170,8 @@ class ContextParallel:
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether trained parameters get no gradient, always or in some steps.
 
-        These are parameters that the plan of a selected transformer names, and those of a module with the attribute
-        `runs_one_child`, of which each forward runs one child.
+        These are parameters that the plan of a selected transformer names, and those of a module that runs one of its
+        children in each forward (it has the attribute `runs_one_child`).
         """
         if any(getattr(inner, "runs_one_child", False) for inner in module.modules()):
             return True
