@@ -83,6 +83,7 @@ def report_precomputed(result: object, output: Path) -> None:
         ("skipped", len(result.skipped)),
         ("changed since they were stored", result.changed),
         ("no longer in the data", result.dropped),
+        ("captions encoded by this run", result.encoded_captions),
     ):
         table.add_row(name, str(number))
     sizes = [(row.frames, row.height, row.width) for row in cache.rows]

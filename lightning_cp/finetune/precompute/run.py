@@ -143,7 +143,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Seque
     settings, ranks = run.settings, run.ranks
     root = run.data if run.data.is_dir() else run.data.parent
     loader = Loader(root, buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
-    captions = _encode_texts(run, pipe, family, found, loader)
+    captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
     with (
@@ -163,15 +163,19 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Seque
             ranks=ranks,
             report=report,
         )
-    return _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+    done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+    return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
 
 
-def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> int:
-    """Encode the texts that the cache does not have. Ranks: the whole world. Returns: number of distinct texts."""
+def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> tuple[int, int]:
+    """Encode the texts that the cache does not have. Ranks: the whole world.
+
+    Returns: number of distinct texts, and of those that this rank encoded.
+    """
     settings, ranks, encoding = run.settings, run.ranks, family.components.text
     if family.text.sees_media:
         with run.phase("captions", len(found.sources), pipe, encoding) as (writer, report):
-            encode_seen_captions(
+            encoded = encode_seen_captions(
                 pipe,
                 family,
                 found.sources[ranks.rank :: ranks.size],
@@ -181,12 +185,14 @@ def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: 
                 ranks=ranks,
                 report=report,
             )
-        return sum(len(set(source.captions)) for source in found.sources)
+        return sum(len(set(source.captions)) for source in found.sources), encoded
     captions = captions_of(found.sources)
     with run.phase("captions", len(captions), pipe, encoding) as (writer, report):
         mine = captions[ranks.rank :: ranks.size]
-        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
-    return len(captions)
+        encoded = encode_captions(
+            pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report
+        )
+    return len(captions), encoded
 
 
 @contextmanager

@@ -76,6 +76,7 @@ class Precomputed:
         skipped: files that could not be used.
         changed: samples that were stored with other contents; they are among the encoded or skipped ones.
         dropped: stored samples that are no longer in the data.
+        encoded_captions: captions that this run encoded.
     """
 
     found: int
@@ -85,6 +86,7 @@ class Precomputed:
     skipped: tuple[Skipped, ...]
     changed: int = 0
     dropped: int = 0
+    encoded_captions: int = 0
 
 
 def _plain(value: Any) -> Any:
