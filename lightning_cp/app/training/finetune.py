@@ -263,7 +263,7 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
 
 def _check_validation(config: DictConfig, cache: LatentCache) -> None:
     """Raise DataError if holding out samples would leave none for training."""
-    files = len({row.source for row in cache.rows})
+    files = len({row.source for row in cache.rows if row.use == "train"})
     if config.data.validation >= files:
         raise DataError(
             f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="

@@ -73,7 +73,14 @@ def find_sources(
     if not found:
         raise DataError(f"{path} has no usable file{_first_reasons(skipped)}")
     _check_unique([(source.id, where) for source, where in found])
-    return Sources(tuple(source for source, _ in found), tuple(skipped))
+    root = path if path.is_dir() else path.parent
+    sources = [replace(source, origin=_relative(source.file, root)) for source, _ in found]
+    return Sources(tuple(sources), tuple(skipped))
+
+
+def _relative(file: Path, root: Path) -> str:
+    """Return a path relative to `root`, or the whole path if the file is not below it."""
+    return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 
 def _check_options(captions: str, clips: str, clip_frames: int | None, fps: float | None) -> None:

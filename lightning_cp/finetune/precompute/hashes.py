@@ -23,11 +23,13 @@ class FileHashes:
         self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
 
     def of(self, source: Source) -> str:
-        """Return the hash of a source's file, and of its reference if it has one.
+        """Return the hash of a source's files, and of its own sizes if it has some.
 
         Raises: MediaError: a file cannot be read.
         """
         found = [self._hash(file) for file in _files(source)]
+        if source.sizes is not None:
+            found.append(str(sorted(set(source.sizes))))
         return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def _hash(self, file: Path) -> str:

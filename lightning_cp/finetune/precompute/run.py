@@ -23,7 +23,7 @@ from lightning_cp.finetune.latent_cache import (
     prepare_cache,
 )
 from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
-from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources, find_sources
+from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources, find_in_folders
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_sources
@@ -35,7 +35,14 @@ from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSet
 from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, check_rate, usable
+from lightning_cp.finetune.precompute.usable import (
+    SHEET,
+    Buckets,
+    check_none_skipped,
+    check_output,
+    check_rate,
+    usable,
+)
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
@@ -47,7 +54,7 @@ class _Run:
     """Objects that all phases of a run use."""
 
     pretrained: str
-    data: Path
+    data: Sequence[DataFolder]
     output: Path
     settings: PrecomputeSettings
     device: torch.device
@@ -71,7 +78,7 @@ class _Run:
 
 def precompute(
     pretrained: str,
-    data: Path,
+    data: Path | Sequence[DataFolder],
     output: Path,
     *,
     settings: PrecomputeSettings,
@@ -83,7 +90,7 @@ def precompute(
 
     Args:
         pretrained: folder of a pipeline, or its name on the Hub.
-        data: folder or table of media, see `find_sources`.
+        data: folder or table of media, see `find_sources`; or several with their settings.
         device: device of this rank's encoders.
         ranks: from `EncodingRanks.of_world`; None: one process.
         progress: show progress bars on rank 0.
@@ -91,7 +98,8 @@ def precompute(
         is raised on all of them.
     Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
     """
-    run = _Run(pretrained, data, output, settings, device, ranks or EncodingRanks(), progress)
+    folders = [DataFolder(path=data)] if isinstance(data, Path) else data
+    run = _Run(pretrained, folders, output, settings, device, ranks or EncodingRanks(), progress)
     found = run.ranks.on_first(lambda: _find(run))
     with quiet_packages(progress):
         with run.ranks.phase():
@@ -100,7 +108,10 @@ def precompute(
                 pipe.vae.enable_tiling()
             family = family_for(pipe)
             kinds = {"video" if source.is_video else "image" for source in found.sources}
-            buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
+            buckets = {
+                sizes: buckets_of(pipe, family, sizes=sizes or settings.sizes, frames=settings.frames, kinds=kinds)
+                for sizes in {source.sizes for source in found.sources}
+            }
             found = usable(found, family, buckets)
             check_rate(family, buckets, settings.fps)
             if settings.on_bad == "error":
@@ -127,9 +138,10 @@ def precompute(
 
 
 def _find(run: _Run) -> Sources:
-    check_output(run.output, run.data)
+    for folder in run.data:
+        check_output(run.output, folder.path)
     frames, settings = run.settings.frames, run.settings
-    return find_sources(
+    return find_in_folders(
         run.data,
         captions=settings.captions,
         clips=settings.clips,
@@ -138,11 +150,10 @@ def _find(run: _Run) -> Sources:
     )
 
 
-def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Sequence[Bucket]) -> Precomputed:
+def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Buckets) -> Precomputed:
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
-    root = run.data if run.data.is_dir() else run.data.parent
-    loader = Loader(root, buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
+    loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
     captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.latent_cache import LatentCache
 from tests.e2e.finetuning import write_cache
 from tests.e2e.recipe import ROOT, Finished, run, started
 from tests.families.cases import CASES
@@ -218,6 +219,27 @@ def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
     finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
     assert len(finished.losses) == 2
     assert (finished.folder / "latents" / "complete.json").is_file()
+
+
+@pytest.mark.full
+def test_several_folders_are_encoded_at_the_start(wan: Path) -> None:
+    held_out, media = wan / "held_out", wan / "media"
+    held_out.mkdir()
+    for suffix in ("mp4", "txt"):
+        (held_out / f"x.{suffix}").write_bytes((media / f"0.{suffix}").read_bytes())
+    prior = f"{{path: {media}, name: prior, use: prior, weight: 0.5, caption: a wave}}"
+    data = f"data.path=[{{path: {media}, caption: 'ohwx {{}}'}},{prior},{{path: {held_out}, use: validation}}]"
+    given = ("data=folder", data, "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4", "validation.every=1")
+    finished = tune(wan, "folders", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
+    assert len(val_losses(finished)) == 2
+    cache = LatentCache(finished.folder / "latents")
+    found = [(row.id, row.use, row.weight, cache.caption(row.captions[0])) for row in cache.rows]
+    assert found[0] == ("0.mp4", "train", 1.0, "ohwx wave number 0")
+    assert found[6:8] == [
+        ("held_out/x.mp4", "validation", 1.0, "wave number 0"),
+        ("prior/0.mp4", "prior", 0.5, "a wave"),
+    ]
+    assert len(found) == 13
 
 
 @pytest.mark.full

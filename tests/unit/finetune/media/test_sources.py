@@ -62,9 +62,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder(folder: Path) -> None:
     found = find_sources(folder)
     assert found.sources == (
-        Source("a/é 猫.JPG", folder / "a" / "é 猫.JPG", ("windows", "line ends\u2028inside")),
-        Source("b.png", folder / "b.png", ("a cat", "a small cat")),
-        Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",)),
+        Source("a/é 猫.JPG", folder / "a" / "é 猫.JPG", ("windows", "line ends\u2028inside"), origin="a/é 猫.JPG"),
+        Source("b.png", folder / "b.png", ("a cat", "a small cat"), origin="b.png"),
+        Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",), origin="x.png/inside.webp"),
     )
     assert set(found.skipped) == {
         Skipped(folder / "a" / "loop", f"a link to a folder that is read already, as {folder}"),
@@ -166,11 +166,11 @@ def test_jsonl(tmp_path: Path) -> None:
     found = find_sources(file)
     root = tmp_path / "set"
     assert found.sources == (
-        Source("v.mp4#2.5-4", root / "v.mp4", ("x",), start_s=2.5, end_s=4.0),
-        Source("v.mp4#4-", root / "v.mp4", ("x",), start_s=4.0),
-        Source("w.mp4", root / "w.mp4", ("one", "two"), repeats=3),
-        Source("../outside.png", tmp_path / "outside.png", ("out",)),
-        Source("a.png", root / "a.png", ("in",), reference=root / "sub" / "before.png"),
+        Source("v.mp4#2.5-4", root / "v.mp4", ("x",), start_s=2.5, end_s=4.0, origin="v.mp4"),
+        Source("v.mp4#4-", root / "v.mp4", ("x",), start_s=4.0, origin="v.mp4"),
+        Source("w.mp4", root / "w.mp4", ("one", "two"), repeats=3, origin="w.mp4"),
+        Source("../outside.png", tmp_path / "outside.png", ("out",), origin=str(tmp_path / "outside.png")),
+        Source("a.png", root / "a.png", ("in",), reference=root / "sub" / "before.png", origin="a.png"),
     )
     assert found.skipped == (
         Skipped(root / "missing.png", f"does not exist ({file}, line 7)"),
@@ -365,7 +365,11 @@ def test_without_pyav_videos_are_refused_at_once(videos: Path, monkeypatch: pyte
 
 
 def test_the_columns_are_those_of_a_source() -> None:
-    fields = set(Source.__dataclass_fields__) - {"id"} | {"caption", "start_frame", "frames"}
+    fields = set(Source.__dataclass_fields__) - {"id", "origin", "sizes", "weight", "use"} | {
+        "caption",
+        "start_frame",
+        "frames",
+    }
     assert set(COLUMNS) == fields
     assert "frame_range" in Entry.__dataclass_fields__
 
