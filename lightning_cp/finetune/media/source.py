@@ -34,6 +34,7 @@ class Source:
         start_s: start of the clip in seconds from the first frame; 0 for images.
         end_s: end of the clip in seconds from the first frame, excluded; None: to the end of the video.
         reference: an image that belongs to the sample, for models that edit images; or a control image or video.
+        mask: an image of the same size, with the weight of each pixel in the loss: white 1, black 0.
         origin: path of the file, relative to the folder or table: sources with the same one are of the same file.
         sizes: sizes to crop to; None: those of the whole data set.
         weight, use: see `DataFolder`.
@@ -46,10 +47,16 @@ class Source:
     start_s: float = 0.0
     end_s: float | None = None
     reference: Path | None = None
+    mask: Path | None = None
     origin: str = ""
     sizes: Sizes | None = None
     weight: float = 1.0
     use: Use = "train"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files of the sample: the image or video, and its reference and mask if it has them."""
+        return tuple(file for file in (self.file, self.reference, self.mask) if file is not None)
 
     @property
     def is_video(self) -> bool:

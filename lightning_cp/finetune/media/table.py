@@ -26,7 +26,7 @@ from lightning_cp.finetune.media.source import (
 from lightning_cp.finetune.media.text import lines_of, read_text
 
 TABLE_SUFFIXES = (".csv", ".jsonl")
-COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference")
+COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference", "mask")
 _RANGE = ("start_s", "end_s", "start_frame", "frames")
 
 
@@ -41,7 +41,7 @@ def read_table(table: Path) -> tuple[list[Entry], list[Skipped]]:
     for line, values in rows:
         row = Row(f"{table}, line {line}", values)
         entry = _entry(table.parent, row)
-        missing = [file for file in (entry.source.file, entry.source.reference) if file and not os.path.isfile(file)]
+        missing = [file for file in entry.source.files if not os.path.isfile(file)]
         if missing:
             state = "is no file" if os.path.exists(missing[0]) else "does not exist"
             skipped.append(Skipped(missing[0], f"{state} ({row.where})"))
@@ -65,6 +65,9 @@ def _entry(folder: Path, row: Row) -> Entry:
     reference = row.path("reference", folder)
     if reference and not (is_image(reference) or is_video(reference)):
         raise DataError(f"{row.where}: reference={reference.name} must be an image or a video")
+    mask = row.path("mask", folder)
+    if mask and not is_image(mask):
+        raise DataError(f"{row.where}: mask={mask.name} must be an image")
     name = Path(os.path.relpath(file, folder)).as_posix()
     id = clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}"
     repeats = row.integer("repeats", least=1, most=REPEATS)
@@ -76,6 +79,7 @@ def _entry(folder: Path, row: Row) -> Entry:
         start_s=start_s,
         end_s=end_s,
         reference=reference,
+        mask=mask,
     )
     return Entry(source, name, row.where, frame_range)
 

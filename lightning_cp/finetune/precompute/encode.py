@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_cp.errors import FamilyError, MediaError
 from lightning_cp.finetune.families import Family, Media
@@ -58,6 +60,7 @@ def encode_sources(
     stop_on_bad: bool = False,
     ranks: EncodingRanks | None = None,
     report: Report = lambda _: None,
+    masks: bool = False,
 ) -> tuple[int, list[Skipped]]:
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
@@ -66,6 +69,7 @@ def encode_sources(
         workers: threads that read and decode files while the VAE encodes.
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
+        masks: store a mask of the loss for each sample, also for those without one.
     Returns: number of samples that were encoded, and what was skipped.
     """
     ranks = ranks or EncodingRanks()
@@ -82,6 +86,8 @@ def encode_sources(
                 if ranks.writes_media:
                     clean = main_latents(family.clean({name: x[None] for name, x in sample.items()}))
                     tokens = family.grid.tokens(clean.shape[1:])
+                    if masks:
+                        sample["loss_mask"] = _loss_mask(media.mask, clean)
                     writer.add_media(MediaRow(**row, tokens=tokens), {name: x.cpu() for name, x in sample.items()})
                 encoded += 1
         if failure is not None and stop_on_bad:
@@ -92,6 +98,18 @@ def encode_sources(
             report(1)
     writer.flush()
     return encoded, skipped
+
+
+def _loss_mask(mask: Tensor | None, clean: Tensor) -> Tensor:
+    """Return the weight of each latent in the loss, the mean of its pixels: it broadcasts to x0 of one sample.
+
+    Args:
+        mask: [1, h, w] in pixels; None: all weights are 1.
+        clean: x0 [1, ..., h, w].
+    """
+    size = (clean.shape[-2], clean.shape[-1])
+    small = torch.ones(1, *size) if mask is None else F.adaptive_avg_pool2d(mask, size)
+    return small.view(*[1] * (clean.dim() - 3), *size)
 
 
 def captions_of(sources: Sequence[Source]) -> list[str]:

@@ -173,6 +173,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
+            masks=_has_masks(found.sources),
         )
     done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
     return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
@@ -223,7 +224,8 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        fingerprint = fingerprint_of(pipe, names, run.settings.identity())
+        identity = {**run.settings.identity(), "masks": _has_masks(sources)}
+        fingerprint = fingerprint_of(pipe, names, identity)
         values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
         if family.text.sees_media:
@@ -237,6 +239,10 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     finally:
         for prepared in made:
             prepared.release()
+
+
+def _has_masks(sources: Sequence[Source]) -> bool:
+    return any(source.mask is not None for source in sources)
 
 
 def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:

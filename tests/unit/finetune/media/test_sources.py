@@ -233,6 +233,7 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "v.mp4", "start_frame": 3}, "start_frame needs frames"),
         ({"file": "v.mp4", "frames": 0}, "frames=0 must be a positive whole number"),
         ({"file": "v.mp4", "start_frame": -1, "frames": 2}, "start_frame=-1 must be a whole number of at least 0"),
+        ({"file": "a.png", "mask": "v.mp4"}, "mask=v.mp4 must be an image"),
         ({"file": "a.png", "reference": "v.txt"}, "reference=v.txt must be an image or a video"),
         (
             {"file": "a.png", "reference": ["b.png", "c.png"]},
@@ -404,3 +405,29 @@ def test_references_of_a_folder(tmp_path: Path) -> None:
     assert "a.reference.png and a.reference.jpg are both references of a: training takes one" in refused(
         tmp_path / "data"
     )
+
+
+def test_masks_of_a_folder_and_of_a_table(tmp_path: Path) -> None:
+    for name in ("a.png", "a.mask.png", "b.png", "b.mask.jpg", "b.reference.png", "c.mask.png"):
+        picture(tmp_path / "data" / name, "a cat" if "." not in name[:-4] else None)
+    (tmp_path / "data" / "v.mp4").write_bytes(b"")
+    (tmp_path / "data" / "v.txt").write_text("a clip")
+    picture(tmp_path / "data" / "v.mask.png", None)
+    found = find_sources(tmp_path / "data")
+    masks = {source.id: source.mask and source.mask.name for source in found.sources}
+    assert masks == {"a.png": "a.mask.png", "b.png": "b.mask.jpg", "v.mp4": "v.mask.png"}
+    assert [source.files for source in found.sources][1] == tuple(
+        tmp_path / "data" / name for name in ("b.png", "b.reference.png", "b.mask.jpg")
+    )
+    assert [(one.file.name, one.reason) for one in found.skipped] == [
+        ("c.mask.png", "a mask, but no image or video is called c")
+    ]
+    rows = table(tmp_path / "data", {"file": "b.png", "caption": "x", "mask": "a.mask.png"})
+    assert [source.mask for source in find_sources(rows).sources] == [tmp_path / "data" / "a.mask.png"]
+    rows = table(tmp_path / "data", {"file": "b.png", "caption": "x", "mask": "gone.png"})
+    assert "gone.png: does not exist" in refused(rows)
+    picture(tmp_path / "data" / "a.mask.jpg", None)
+    assert "a.mask.png and a.mask.jpg are both masks of a: a sample has one mask" in refused(tmp_path / "data")
+    (tmp_path / "data" / "a.mask.jpg").unlink()
+    (tmp_path / "data" / "v.mask.png").rename(tmp_path / "data" / "v.mask.mp4")
+    assert "v.mask.mp4 must be an image: the mask of a clip holds for all of its frames" in refused(tmp_path / "data")
