@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.settings.table import SettingsError, read, show
-from lightning_cp.rules import Each, Integer, Number, OneOf, Rule, Text
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
 
 _NULL = OneOf((None,))
 TABLES = (".csv", ".jsonl")
@@ -56,6 +56,7 @@ _FIELDS: dict[str, Rule] = {
     "sizes": _Sizes(),
     "weight": Number(above=0),
     "use": OneOf(("train", "prior", "validation")),
+    "caption_column": Either(_NULL, Text()),
     "caption": Text(),
     "replace": _Texts(),
 }

@@ -29,6 +29,7 @@ class DataFolder:
         weight: weight of its samples in the loss.
         use: `train`; `prior`: pictures of the class for prior preservation, which are trained on and never held out;
             `validation`: the validation set, which is not trained on.
+        caption_column: column of a table with the captions, if it is not `caption`, `captions` or `text`.
         caption: template of the captions, with `{}` in place of the file's caption. Without `{}`, it is the caption of
             all files.
         replace: texts to replace in the files' captions, and the texts to put there.
@@ -40,6 +41,7 @@ class DataFolder:
     sizes: Sizes | None = None
     weight: float = 1.0
     use: Use = "train"
+    caption_column: str | None = None
     caption: str = CAPTION
     replace: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,7 +79,8 @@ def find_in_folders(folders: Sequence[DataFolder], *, captions: str = "required"
     sources, skipped = list[Source](), list[Skipped]()
     for folder, name in named:
         has_own = CAPTION not in folder.caption
-        found = find_sources(folder.path, captions="optional" if has_own else captions, **options)  # type: ignore[arg-type]
+        rule: Any = "optional" if has_own else captions
+        found = find_sources(folder.path, captions=rule, caption_column=folder.caption_column, **options)
         origin = origins.setdefault(folder.path.resolve(), name)
         sources += [_with_settings(source, folder, name, origin) for source in found.sources]
         skipped += found.skipped

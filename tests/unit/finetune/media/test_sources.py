@@ -431,3 +431,39 @@ def test_masks_of_a_folder_and_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "data" / "a.mask.jpg").unlink()
     (tmp_path / "data" / "v.mask.png").rename(tmp_path / "data" / "v.mask.mp4")
     assert "v.mask.mp4 must be an image: the mask of a clip holds for all of its frames" in refused(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_a_folder_with_metadata_of_hugging_face(tmp_path: Path, name: str) -> None:
+    for file in ("a.png", "sub/b.png", "unlisted.png"):
+        picture(tmp_path / file, None)
+    rows: tuple[Any, ...] = (
+        {"file_name": "a.png", "width": 8, "text": "a cat", "prompt": "ein Hund", "repeats": 2},
+        {"file_name": "sub/b.png", "width": 9, "text": "a dog", "prompt": "eine Katze", "repeats": 1},
+    )
+    if name.endswith(".csv"):
+        rows = ("width,text,file_name,prompt,repeats", "8,a cat,a.png,ein Hund,2", "9,a dog,sub/b.png,eine Katze,1")
+    file = table(tmp_path, *rows, name=name)
+    for path in (tmp_path, file):
+        found = find_sources(path).sources
+        assert [(x.id, x.captions, x.repeats, x.origin) for x in found] == [
+            ("a.png", ("a cat",), 2, "a.png"),
+            ("sub/b.png", ("a dog",), 1, "sub/b.png"),
+        ]
+    named = find_sources(tmp_path, caption_column="prompt").sources
+    assert [x.captions for x in named] == [("ein Hund",), ("eine Katze",)]
+    with pytest.raises(DataError, match=r"line 1: caption_column=title is none of the (keys|columns) .*prompt"):
+        find_sources(tmp_path, caption_column="title")
+
+
+def test_captions_of_another_column_must_be_named(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", None)
+    table(tmp_path, {"file_name": "a.png", "prompt": "a cat"}, name="metadata.jsonl")
+    assert "name the column of a table (caption_column)" in refused(tmp_path)
+    assert find_sources(tmp_path, caption_column="prompt").sources[0].captions == ("a cat",)
+    own = table(tmp_path, {"file": "a.png", "caption": "x", "prompt": "a cat"})
+    assert "unknown keys 'prompt'; valid: file, caption" in refused(own)
+    assert find_sources(own, caption_column="prompt").sources[0].captions == ("a cat",)
+    (tmp_path / "metadata.jsonl").unlink()
+    with pytest.raises(DataError, match=r"caption_column=prompt is for tables, but .* is a folder without a table"):
+        find_sources(tmp_path, caption_column="prompt")
