@@ -13,8 +13,8 @@ from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
 
 _NULL = OneOf((None,))
-TABLES = (".csv", ".jsonl")
-_EXPECTED = "a folder of media, or a .csv or .jsonl table"
+_FILES = (".csv", ".jsonl", ".tar", ".parquet")
+_EXPECTED = f"a folder of media, or a {', '.join(_FILES)} file"
 
 
 class _Name(Text):
@@ -93,8 +93,8 @@ def _checked(folder: Any, key: str) -> dict[str, Any]:
             shown = where if name == "path" else f"{key}.{name}"
             raise SettingsError(f"{shown}={show(value)} is not valid: must be {_FIELDS[name].describe()}")
     path = Path(folder["path"]).expanduser().absolute()
-    if not path.exists():
+    if not path.exists() and not any(path.parent.glob(path.name)):
         raise SettingsError(f"{where}={path} does not exist: it must be {_EXPECTED}")
-    if not path.is_dir() and path.suffix.lower() not in TABLES:
+    if not path.is_dir() and path.suffix.lower() not in _FILES:
         raise SettingsError(f"{where}={path} is not valid: must be {_EXPECTED}")
     return {**folder, "path": str(path)}

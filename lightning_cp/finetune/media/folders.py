@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
+from lightning_cp.finetune.media.archives.unpack import archives_of, unpack
 from lightning_cp.finetune.media.limits import REPEATS
 from lightning_cp.finetune.media.source import Sizes, Skipped, Source, Sources, Use
 from lightning_cp.finetune.media.sources import find_sources
+from lightning_cp.finetune.media.table import METADATA
 
 CAPTION = "{}"  # place of the caption in a template
 
@@ -21,7 +23,7 @@ class DataFolder:
     """A folder or table of media, with its own settings.
 
     Args:
-        path: see `find_sources`.
+        path: see `find_sources`. Also a `.tar` file of webdataset, a `.parquet` file, or a pattern that names several.
         name: first part of its samples' names in the cache. None: no name for the first folder of a data set, and the
             last part of the path for the others. A folder with another name is encoded again.
         repeats: number of times that an epoch shows each sample, in addition to the repeats in a table.
@@ -63,16 +65,19 @@ class DataFolder:
         return tuple(self.caption.replace(CAPTION, caption).strip() for caption in captions)
 
 
-def find_in_folders(folders: Sequence[DataFolder], *, captions: str = "required", **options: Any) -> Sources:
+def find_in_folders(
+    folders: Sequence[DataFolder], *, captions: str = "required", unpack_to: Path | None = None, **options: Any
+) -> Sources:
     """Find the media of all folders.
 
     Args:
         folders: at least one; their order does not matter, except for the default of `DataFolder.name`.
+        unpack_to: folder that archives (`.tar`, `.parquet`) are unpacked to; None: they are refused.
         captions, options: see `find_sources`.
     Raises: DataError: also if samples of two folders would have one name, no folder is trained on, or a file of the
         validation set is trained on, too.
     """
-    named = list(_named(folders))
+    named = [(_unpacked(folder, unpack_to), name) for folder, name in _named(folders)]
     if all(folder.use == "validation" for folder in folders):
         raise DataError(f"use=validation is set for each of the {len(folders)} folders: none is left to train on")
     origins = dict[Path, str]()  # the same folder, given twice, has the same files
@@ -86,6 +91,16 @@ def find_in_folders(folders: Sequence[DataFolder], *, captions: str = "required"
         skipped += found.skipped
     _check_validation(sources)
     return Sources(tuple(sources), tuple(dict.fromkeys(skipped)))
+
+
+def _unpacked(folder: DataFolder, unpack_to: Path | None) -> DataFolder:
+    """Return a folder of files in place of one of archives."""
+    if unpack_to is None or not archives_of(folder.path):
+        return folder
+    path = unpack(folder.path, unpack_to, caption_column=folder.caption_column)
+    # captions of tar files are in text files now
+    column = folder.caption_column if (path / METADATA[0]).is_file() else None
+    return replace(folder, path=path, caption_column=column)
 
 
 def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:

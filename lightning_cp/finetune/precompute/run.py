@@ -144,6 +144,7 @@ def _find(run: _Run) -> Sources:
     return find_in_folders(
         run.data,
         captions=settings.captions,
+        unpack_to=run.output.with_name(f"{run.output.name}_media"),
         clips=settings.clips,
         clip_frames=frames if isinstance(frames, int) else None,
         fps=settings.fps,

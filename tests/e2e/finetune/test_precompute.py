@@ -106,7 +106,7 @@ def test_another_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("data.path=gone", "data.path={tmp}/gone does not exist"),
-        ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv or .jsonl table"),
+        ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
         ("model.pretrained={tmp}/gone", "is neither a folder nor an id on the Hub"),
         ("output={data}/latents", "must not lie in data.path"),
         ("output={pipe}", "holds other files"),

@@ -90,13 +90,16 @@ def test_settings_of_folders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         DataFolder(path=data / "own"),
         DataFolder(path=data / "class", weight=0.5, sizes=((8, 16),), replace={"a": ""}),
     ]
+    (data / "0.tar").touch()
+    assert _settings("*.tar") == [{"path": str(data / "*.tar")}]
     assert _settings({"path": "own", "repeats": 2}) == [{"path": str(data / "own"), "repeats": 2}]
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("gone", "data.path={tmp}/gone does not exist: it must be a folder of media, or a .csv or .jsonl table"),
+        ("gone", "data.path={tmp}/gone does not exist: it must be a folder of media, or a .csv, .jsonl"),
+        ("*.tar", "data.path={tmp}/*.tar does not exist"),
         ([], "data.path=[] is not valid"),
         (["own", "gone"], "data.path[1]={tmp}/gone does not exist"),
         (["own", {"path": "own/a.png"}], "data.path[1].path={tmp}/own/a.png is not valid"),
