@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.errors import FamilyError, MediaError
-from lightning_cp.finetune.families import Family, Media
+from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import CacheWriter, MediaRow, caption_hash
 from lightning_cp.finetune.media import LoadedMedia, Skipped, Source
+from lightning_cp.finetune.precompute.image_noise import noised_frame
 from lightning_cp.finetune.precompute.loading import Loader, load_all
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 
@@ -61,6 +62,7 @@ def encode_sources(
     ranks: EncodingRanks | None = None,
     report: Report = lambda _: None,
     masks: bool = False,
+    image_noise: bool = False,
 ) -> tuple[int, list[Skipped]]:
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
@@ -69,6 +71,7 @@ def encode_sources(
         workers: threads that read and decode files while the VAE encodes.
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
+        image_noise: add noise to the first frame that the family is conditioned on, see `noised_frame`.
         masks: store a mask of the loss for each sample, also for those without one.
     Returns: number of samples that were encoded, and what was skipped.
     """
@@ -79,7 +82,10 @@ def encode_sources(
         if isinstance(loaded, tuple):
             media, row = loaded
             try:
-                (sample,) = family.encode_media(pipe, batch_of_one(media))
+                given = batch_of_one(media)
+                if image_noise:
+                    given["first_frame"] = noised_frame(media.pixels, source.id)[None]
+                (sample,) = family.encode_media(pipe, given)
             except FamilyError as error:  # the family does not take this size, or needs a reference
                 failure = MediaError(f"{source.file}: {error}")
             else:
@@ -117,7 +123,7 @@ def captions_of(sources: Sequence[Source]) -> list[str]:
     return list(dict.fromkeys(["", *(caption for source in sources for caption in source.captions)]))
 
 
-def batch_of_one(media: LoadedMedia) -> Media:
+def batch_of_one(media: LoadedMedia) -> dict[str, Tensor]:
     """Return the media of one sample with a batch dim, for `Family.encode_media`."""
     given = {"pixels": media.pixels[None]}
     for name, x in (("reference", media.reference), ("sound", media.sound)):

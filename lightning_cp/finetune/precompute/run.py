@@ -23,26 +23,19 @@ from lightning_cp.finetune.latent_cache import (
     prepare_cache,
 )
 from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
-from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources, find_in_folders
+from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute.data import find_data, has_masks, usable_data
 from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_sources
 from lightning_cp.finetune.precompute.hashes import FileHashes
 from lightning_cp.finetune.precompute.loading import Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
-from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import (
-    SHEET,
-    Buckets,
-    check_none_skipped,
-    check_output,
-    check_rate,
-    usable,
-)
+from lightning_cp.finetune.precompute.usable import SHEET, Buckets
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
@@ -100,22 +93,14 @@ def precompute(
     """
     folders = [DataFolder(path=data)] if isinstance(data, Path) else data
     run = _Run(pretrained, folders, output, settings, device, ranks or EncodingRanks(), progress)
-    found = run.ranks.on_first(lambda: _find(run))
+    found = run.ranks.on_first(lambda: find_data(folders, output, settings))
     with quiet_packages(progress):
         with run.ranks.phase():
             pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
             if settings.tiling:
                 pipe.vae.enable_tiling()
             family = family_for(pipe)
-            kinds = {"video" if source.is_video else "image" for source in found.sources}
-            buckets = {
-                sizes: buckets_of(pipe, family, sizes=sizes or settings.sizes, frames=settings.frames, kinds=kinds)
-                for sizes in {source.sizes for source in found.sources}
-            }
-            found = usable(found, family, buckets)
-            check_rate(family, buckets, settings.fps)
-            if settings.on_bad == "error":
-                check_none_skipped(found.skipped)
+            found, buckets = usable_data(found, pipe, family, settings)
         with _prepared(run, pipe, family, found.sources) as prepared:
             with _disk_errors(output):
                 changed, dropped = update_stored(
@@ -135,20 +120,6 @@ def precompute(
                     lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet)
                 )
     return result
-
-
-def _find(run: _Run) -> Sources:
-    for folder in run.data:
-        check_output(run.output, folder.path)
-    frames, settings = run.settings.frames, run.settings
-    return find_in_folders(
-        run.data,
-        captions=settings.captions,
-        unpack_to=run.output.with_name(f"{run.output.name}_media"),
-        clips=settings.clips,
-        clip_frames=frames if isinstance(frames, int) else None,
-        fps=settings.fps,
-    )
 
 
 def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Buckets) -> Precomputed:
@@ -174,7 +145,8 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
-            masks=_has_masks(found.sources),
+            masks=has_masks(found.sources),
+            image_noise=settings.image_noise,
         )
     done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
     return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
@@ -225,7 +197,7 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        identity = {**run.settings.identity(), "masks": _has_masks(sources)}
+        identity = {**run.settings.identity(), "masks": has_masks(sources)}
         fingerprint = fingerprint_of(pipe, names, identity)
         values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
@@ -240,10 +212,6 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     finally:
         for prepared in made:
             prepared.release()
-
-
-def _has_masks(sources: Sequence[Source]) -> bool:
-    return any(source.mask is not None for source in sources)
 
 
 def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
