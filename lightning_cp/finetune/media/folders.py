@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ class DataFolder:
     Args:
         path: see `find_sources`. Also a `.tar` file of webdataset, a `.parquet` file, or a pattern that names several.
         name: first part of its samples' names in the cache. None: no name for the first folder of a data set, and the
-            last part of the path for the others. A folder with another name is encoded again.
+            name of the folder or file for the others. A folder with another name is encoded again.
         repeats: number of times that an epoch shows each sample, in addition to the repeats in a table.
         sizes: pairs (height, width) to crop to; None: those of the whole data set.
         weight: weight of its samples in the loss.
@@ -109,7 +110,7 @@ def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
     for i, folder in enumerate(folders):
         name = folder.name
         if name is None:
-            name = os.path.basename(os.path.abspath(folder.path)) if i else ""
+            name = _default_name(Path(os.path.abspath(folder.path))) if i else ""
         if name in seen:
             raise DataError(
                 f"{seen[name]} and {folder.path} both have the name {name!r} in the cache: give one of them another, "
@@ -117,6 +118,13 @@ def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
             )
         seen[name] = folder.path
         yield folder, name
+
+
+def _default_name(path: Path) -> str:
+    """Return the name of a folder, of a table or an archive without its suffix, or of the folder of a pattern."""
+    if glob.has_magic(path.name):
+        return path.parent.name
+    return path.name if path.is_dir() else path.stem
 
 
 def _with_settings(source: Source, folder: DataFolder, name: str, origin: str) -> Source:

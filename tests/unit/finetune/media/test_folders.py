@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,20 @@ def test_a_folder_that_is_given_twice_has_the_same_files(data: Path) -> None:
         ("large/a.png", "a.png"),
         ("large/b.png", "b.png"),
     ]
+
+
+def test_names_of_tables_and_archives(data: Path) -> None:
+    Image.new("RGB", (8, 8)).save(data / "x.png")
+    (data / "x.txt").write_text("an x")
+    (data / "rows.jsonl").write_text('{"file": "x.png", "caption": "an x"}')
+    (data / "more").mkdir()
+    for archive in (data / "one.tar", data / "more" / "0.tar"):
+        with tarfile.open(archive, "w") as opened:
+            opened.add(data / "x.png", "x.png")
+            opened.add(data / "x.txt", "x.txt")
+    paths = [data / "own", data / "rows.jsonl", data / "one.tar", data / "more" / "*.tar"]
+    found = find_in_folders([DataFolder(path=path) for path in paths], unpack_to=data / "unpacked")
+    assert [x.id for x in found.sources] == ["a.png", "b.png", "rows/x.png", "one/one/x.png", "more/0/x.png"]
 
 
 @pytest.mark.parametrize(

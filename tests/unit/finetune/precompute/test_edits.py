@@ -75,7 +75,8 @@ def test_ten_edited_captions_encode_ten(number: int, flux: Path, tmp_path: Path,
     assert len(LatentData(LatentCache(out))) == 4
 
 
-@pytest.mark.parametrize("killed_at", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("killed_at", [1, 3])
 def test_a_run_that_is_killed_between_two_edited_captions_is_continued(
     killed_at: int, flux: Path, tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from tests.unit.finetune.media.encode import write_video
 from tests.unit.finetune.precompute.made import PICTURES, encoded, pipeline, pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-_DEFAULT = ("cogvideox", "flux_kontext")
 
 
 def _write(folder: Path, case: str, name: str, seed: int) -> Path:
@@ -51,7 +50,7 @@ def _mask(folder: Path, case: str, name: str = "a") -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in _DEFAULT else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+    "case", [case if case == "cogvideox" else pytest.param(case, marks=pytest.mark.full) for case in CASES]
 )
 def test_the_loss_has_the_mask_of_the_picture(case: str, tmp_path: Path) -> None:
     pipe, data = pipeline(tmp_path / "pipe", case), tmp_path / "data"
