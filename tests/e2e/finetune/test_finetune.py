@@ -14,14 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.latent_cache import LatentCache
-from tests.e2e.finetuning import write_cache
+from tests.e2e.finetuning import write_cache, write_media
 from tests.e2e.recipe import ROOT, Finished, run, started
 from tests.families.cases import CASES
 from tests.harness import warm
@@ -76,9 +78,6 @@ def val_losses(finished: Finished) -> list[float]:
 
 def sample(made: Path, name: str, *overrides: str) -> torch.Tensor:
     """Sample one picture or clip with recipes/sample.py. Returns: its pixels."""
-    import numpy as np
-    from PIL import Image, ImageSequence
-
     command = [
         sys.executable,
         str(ROOT / "recipes/sample.py"),
@@ -244,6 +243,29 @@ def test_several_folders_are_encoded_at_the_start(wan: Path) -> None:
         ("prior/0.mp4", "prior", 0.5, "a wave"),
     ]
     assert len(found) == 13
+
+
+@pytest.mark.full
+def test_masks_give_the_same_losses_at_every_topology(tmp_path: Path) -> None:
+    def masked(folder: Path, case: str, count: int) -> Path:
+        write_media(folder, case, count)
+        _, height, width = CASES[case].size
+        for i in range(1, count):  # the first one has none
+            mask = np.zeros((height, width), np.uint8)
+            mask[:, : 8 * (1 + i)] = 255
+            Image.fromarray(mask).save(folder / f"{i}.mask.png")
+        return folder
+
+    made, plain = write_cache(tmp_path / "masked", "wan", 4, write=masked), write_cache(tmp_path / "plain", "wan", 4)
+    given = ("lora.rank=4", "batch_size=2", "max_steps=2")
+    alone = tune(made, "alone", *given)
+    assert alone.losses != pytest.approx(tune(plain, "alone", *given).losses, rel=1e-3)
+    for ranks in (2, 3):
+        several = tune(made, f"ring_{ranks}", *given, "strategy=cp", f"ring={ranks}")
+        assert several.losses == pytest.approx(alone.losses, rel=1e-5)
+        mine, expected = (load_file(run.folder / LORA_FILE) for run in (several, alone))
+        for key, x in mine.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.full

@@ -140,6 +140,8 @@ def test_parquet_files_of_hugging_face(tmp_path: Path) -> None:
     first = [(one.id, one.captions, one.repeats, one.mask is not None, level) for one, level in found[:3]]
     assert first[0] == ("set/train-0/00000000.png", ("a cat",), 1, True, 10)
     assert first[1] == ("set/train-0/00000001.jpg", ("a dog\nin the snow",), 2, False, 20)
+    prompts = _found(tmp_path, tmp_path / "train-*.parquet", caption_column="prompt")
+    assert prompts[0][0].captions == ("one", "two")
     assert first[2][1:] == (("own",), 1, False, 30)
 
 

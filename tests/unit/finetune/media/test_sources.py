@@ -219,6 +219,7 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "a.png", "captions": ["y", 3]}, "must be a text"),
         ({"file": "a.png", "caption": "\ud800"}, "must be a text"),
         ({"file": "a.png", "caption": 3}, "caption=3 must be a text"),
+        ({"file": "a.png", "caption": ["x", 3]}, "must be a text"),
         ({"file": "a.png", "repeats": 0}, "repeats=0 must be a positive whole number"),
         ({"file": "a.png", "repeats": 1.5}, "repeats=1.5 must be a positive whole number"),
         ({"file": "a.png", "repeats": True}, "repeats=True must be a positive whole number"),
@@ -450,6 +451,9 @@ def test_a_folder_with_metadata_of_hugging_face(tmp_path: Path, name: str) -> No
             ("a.png", ("a cat",), 2, "a.png"),
             ("sub/b.png", ("a dog",), 1, "sub/b.png"),
         ]
+    if name.endswith(".jsonl"):  # several captions
+        table(tmp_path, {"file_name": "a.png", "text": ["a cat", "a small cat"]}, name="several.jsonl")
+        assert find_sources(tmp_path / "several.jsonl").sources[0].captions == ("a cat", "a small cat")
     named = find_sources(tmp_path, caption_column="prompt").sources
     assert [x.captions for x in named] == [("ein Hund",), ("eine Katze",)]
     with pytest.raises(DataError, match=r"line 1: caption_column=title is none of the (keys|columns) .*prompt"):
