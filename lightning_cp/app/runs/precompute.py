@@ -63,10 +63,12 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
         raise SettingsError(f"model.pretrained={name} is neither a folder nor an id on the Hub, such as owner/name")
     if source.is_dir():
         settled["model"] = {"pretrained": str(source.absolute())}
-    paths = {"output": str(output), "data": {"path": folders}}
+    settled["output"] = str(output)
+    config = config.copy()
+    OmegaConf.update(config, "data.path", folders, merge=False)  # a folder's settings become a list of them
     if is_first(env):
         check_writable(output, "output")
-    return CheckedRun(resolve_config(OmegaConf.merge(config, settled, paths)), world)
+    return CheckedRun(resolve_config(OmegaConf.merge(config, settled)), world)
 
 
 def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:

@@ -69,9 +69,8 @@ def test_the_folders_of_the_page_are_found(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "my-pipeline").mkdir()
     for name in ("photos", "portraits", "men", "test_photos"):
         pictures(tmp_path / name, 1)
-    (tmp_path / "men" / "p0.txt").unlink()
     found = []
-    for override in ("+mix=portraits", line):
+    for override in ("+mix=portraits", line, "data.path={path: men, caption: 'a man, {}'}", "data.path=photos"):
         with initialize_config_dir(str(ROOT / "conf" / "precompute"), version_base="1.3"):
             given = [override, "model.pretrained=my-pipeline", "run_dir=run", "hydra.searchpath=[file://conf]"]
             config = compose("precompute", overrides=given, return_hydra_config=False)
@@ -86,6 +85,10 @@ def test_the_folders_of_the_page_are_found(monkeypatch: pytest.MonkeyPatch, tmp_
     ]
     assert [x.id for x in found[1]] == ["p0.png", "test_photos/p0.png"]
     assert found[1][0] == found[0][0]
+    assert [(x.id, x.captions[0]) for some in found[2:] for x in some] == [
+        ("p0.png", "a man, picture 0"),
+        ("p0.png", "picture 0"),
+    ]
 
 
 def test_the_figures_of_the_page() -> None:

@@ -161,6 +161,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "data.validation=2 validation.every=10",
         "data=folder data.path=HERE/media data.sizes=[[16,24]] data.frames=[1,5]",
         "data=folder data.path=[HERE/media,{path:HERE/empty,weight:0.5,use:validation}] validation.every=5",
+        "data=folder data.path={path:HERE/media,repeats:2}",
         "data.path=HERE/own_validation validation.every=5",
         "strategy=cp ring=2 ulysses=2",
         "strategy=cp_fsdp ring=2 data_parallel=2",
