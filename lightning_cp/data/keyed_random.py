@@ -26,6 +26,7 @@ class RandomStream(IntEnum):
     CAPTION = 9
     BATCHES = 10
     EXPERT = 11
+    IMAGE_NOISE = 12
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:

@@ -18,9 +18,10 @@ class LatentSubset(Subset[Sample]):
     def __init__(self, data: LatentData, items: Sequence[int]) -> None:
         super().__init__(data, items)
         self.collate = data.collate
-        buckets, tokens = data.buckets, data.tokens
+        buckets, tokens, weights = data.buckets, data.tokens, data.weights
         self.buckets = [buckets[item] for item in items]
         self.tokens = [tokens[item] for item in items]
+        self.weights = [weights[item] for item in items]
 
     def __getitem__(self, item: Any) -> Sample:
         number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)
@@ -34,17 +35,23 @@ class LatentSubset(Subset[Sample]):
 def hold_out(data: LatentData, count: int, *, seed: int = 0) -> tuple[LatentSubset, HeldOutData | None]:
     """Divide data into training samples and samples for validation; all samples of a file are on the same side.
 
+    Pictures for prior preservation are not held out.
+
     Args:
         data: data of a cache.
-        count: least number of samples to hold out; 0: none.
+        count: least number of samples to hold out; 0: none, or the validation set of the data.
         seed: see `split_validation`.
     Returns: the training data, and the held-out data (None without any).
-    Raises: ValueError: `count` is not less than the number of files.
+    Raises: ValueError: `count` is not less than the number of files, or the data have a validation set.
     """
-    items: Sequence[int] = range(len(data))
-    if not count:
-        return LatentSubset(data, items), None
-    kept, rest = split_validation([row.source for row in data.cache.rows], count, seed=seed)
-    rows = set(kept)
-    held_out = HeldOutData(data.cache, rest, lengths=data.lengths)
-    return LatentSubset(data, [item for item in items if data.row_of(item) in rows]), held_out
+    rows, items = data.cache.rows, range(len(data))
+    held_out = [i for i, row in enumerate(rows) if row.use == "validation"]
+    if held_out and count:
+        raise ValueError(f"count={count} must be 0: the data have a validation set of {len(held_out)} samples")
+    if count:
+        trained = [i for i, row in enumerate(rows) if row.use == "train"]
+        _, chosen = split_validation([rows[i].source for i in trained], count, seed=seed)
+        held_out = [trained[i] for i in chosen]
+    files = {rows[i].source for i in held_out}
+    training = LatentSubset(data, [item for item in items if rows[data.row_of(item)].source not in files])
+    return training, HeldOutData(data.cache, held_out, lengths=data.lengths) if held_out else None

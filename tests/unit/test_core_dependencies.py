@@ -17,6 +17,7 @@ OPTIONAL = {
     "finetune/families/video/spectrogram.py": {"transformers"},
     "finetune/lora.py": {"peft"},
     "finetune/quantize.py": {"optimum"},
+    "finetune/media/archives/parquet.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/terminal.py": {"transformers"},
 }

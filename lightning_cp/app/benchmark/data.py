@@ -116,7 +116,7 @@ def _media(
         with components_on(pipe, family.components.media, device):
             while True:
                 with _new_writer(family) as writer:
-                    loader = Loader(folder / "files", [size], writer.done_ids())
+                    loader = Loader({None: [size]}, writer.done_ids())
                     clock.start()
                     _, skipped = encode_sources(
                         pipe,

@@ -17,6 +17,7 @@ from rich.table import Table
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.precompute import check_precompute
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
 from lightning_cp.launch.rendezvous import join_launcher
@@ -30,6 +31,7 @@ def encode(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
+    from lightning_cp.finetune.media import DataFolder
     from lightning_cp.finetune.precompute import EncodingRanks, PrecomputeSettings, precompute, rank_device
 
     device = rank_device(config.accelerator, int(os.environ.get("LOCAL_RANK", "0")))
@@ -51,7 +53,7 @@ def encode(config: DictConfig) -> None:
     ranks = EncodingRanks.of_world(settings.vae_ranks)
     result = precompute(
         config.model.pretrained,
-        Path(config.data.path),
+        [DataFolder.of(folder) for folder in data_folders(config)],
         Path(config.output),
         settings=settings,
         device=device,
@@ -83,6 +85,7 @@ def report_precomputed(result: object, output: Path) -> None:
         ("skipped", len(result.skipped)),
         ("changed since they were stored", result.changed),
         ("no longer in the data", result.dropped),
+        ("captions encoded by this run", result.encoded_captions),
     ):
         table.add_row(name, str(number))
     sizes = [(row.frames, row.height, row.width) for row in cache.rows]

@@ -4,12 +4,14 @@ Imports neither torch nor diffusers.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.runs.run_folder import check_writable
+from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
 from lightning_cp.launch.external import LauncherEnv, is_first
@@ -30,6 +32,7 @@ _SETTINGS = (
     Setting("precompute.vae_ranks", Integer(1)),
     Setting("precompute.shard_mb", Integer(1)),
     Setting("precompute.on_bad", OneOf(("skip", "error"))),
+    Setting("precompute.image_noise", OneOf((True, False))),
     Setting("precompute.sheet", Integer(0)),
 )
 
@@ -47,8 +50,8 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     for setting in _SETTINGS:
         setting.check(config)
     _check_sizes(config)
-    path, output = _path(config, "data.path"), _path(config, "output")
-    _check_paths(path, output)
+    folders, output = data_folders(config), _path(config, "output")
+    _check_output([Path(folder["path"]) for folder in folders], output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
     machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
@@ -60,10 +63,12 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
         raise SettingsError(f"model.pretrained={name} is neither a folder nor an id on the Hub, such as owner/name")
     if source.is_dir():
         settled["model"] = {"pretrained": str(source.absolute())}
-    paths = {"output": str(output), "data": {"path": str(path)}}
+    settled["output"] = str(output)
+    config = config.copy()
+    OmegaConf.update(config, "data.path", folders, merge=False)  # a folder's settings become a list of them
     if is_first(env):
         check_writable(output, "output")
-    return CheckedRun(resolve_config(OmegaConf.merge(config, settled, paths)), world)
+    return CheckedRun(resolve_config(OmegaConf.merge(config, settled)), world)
 
 
 def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:
@@ -84,16 +89,13 @@ def _path(config: DictConfig, key: str) -> Path:
     return Path(str(read(config, key))).expanduser().absolute()
 
 
-def _check_paths(path: Path, output: Path) -> None:
-    if not path.exists():
-        raise SettingsError(f"data.path={path} does not exist: it must be a folder of media, or a .csv or .jsonl table")
-    if not path.is_dir() and path.suffix.lower() not in (".csv", ".jsonl"):
-        raise SettingsError(f"data.path={path} is not valid: must be a folder of media, or a .csv or .jsonl table")
-    if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
-        raise SettingsError(
-            f"output={output} is not valid: it must not lie in data.path={path}, because the next run would train on "
-            "the contact sheet"
-        )
+def _check_output(paths: Sequence[Path], output: Path) -> None:
+    for path in paths:
+        if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+            raise SettingsError(
+                f"output={output} is not valid: it must not lie in data.path={path}, because the next run would train "
+                "on the contact sheet"
+            )
     others = sorted(name for name in os.listdir(output) if name[0] != ".") if output.is_dir() else []
     if others and "index.json" not in others:
         raise SettingsError(

@@ -5,11 +5,13 @@ Imports neither torch nor diffusers.
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
+from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.mixture import check_mixture
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
@@ -20,6 +22,7 @@ from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
 _UNUSED = re.compile(rb'"repeats": *0\b')  # in a row of a sample that is no longer in the data
+_VALIDATION = re.compile(rb'"use": *"validation"')  # in a row of a sample of the validation set
 _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
@@ -40,7 +43,6 @@ _SETTINGS = (
     Setting("objective.huber_c", Either(_NULL, Number(above=0))),
     Setting("save_every", Either(_NULL, Integer(1))),
     Setting("validation.every", Either(_NULL, Integer(1))),
-    Setting("data.path", Text()),
     Setting("data.validation", Integer(0)),
     Setting("data.leftovers", OneOf(("carry", "drop", "repeat"))),
     Setting("data.fps", Either(_NULL, Number(above=0))),
@@ -81,14 +83,28 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     check_transformers(config)
     samples = _check_data(config)
     _check_tokens(config)
-    held_out, every = read(config, "data.validation"), read(config, "validation.every")
-    if (every is None) != (held_out == 0):
-        raise SettingsError(
-            f"validation.every={show(every)} and data.validation={held_out} belong together: set both, or neither"
-        )
+    _check_validation(config)
+    held_out = read(config, "data.validation")
     if samples is not None and held_out >= samples:
         raise SettingsError(f"data.validation={held_out} must be less than {samples}, the number of samples")
     check_mixture(config, data_parallel=data_parallel)
+
+
+def _check_validation(config: DictConfig) -> None:
+    every, held_out = read(config, "validation.every"), read(config, "data.validation")
+    if read(config, "data.kind") == "latents":
+        has_own = any(_VALIDATION.search(line) for line in _rows(config))
+    else:
+        has_own = any(folder.get("use") == "validation" for folder in data_folders(config))
+    if has_own and held_out:
+        raise SettingsError(
+            f"data.validation={held_out} must be 0: the data have a validation set (use=validation), so no other "
+            "samples are held out"
+        )
+    if not has_own and (every is None) != (held_out == 0):
+        raise SettingsError(
+            f"validation.every={show(every)} and data.validation={held_out} belong together: set both, or neither"
+        )
 
 
 def _check_lora(config: DictConfig) -> None:
@@ -173,12 +189,14 @@ def _check_quantize(config: DictConfig) -> None:
 
 def _check_data(config: DictConfig) -> int | None:
     """Check the data's path. Returns: number of samples of a cache."""
-    path = Path(str(read(config, "data.path")))
-    if not path.exists():
-        raise SettingsError(f"data.path={path} does not exist")
     if read(config, "data.kind") != "latents":
+        data_folders(config)
         _check_encoding(config)
         return None
+    Setting("data.path", Text()).check(config)
+    path = Path(read(config, "data.path"))
+    if not path.exists():
+        raise SettingsError(f"data.path={path} does not exist")
     if not (path / "index.json").is_file():
         raise SettingsError(
             f"data.path={path} is no latent cache: make one with recipes/precompute.py, or use data=folder for media"
@@ -194,15 +212,19 @@ def _check_tokens(config: DictConfig) -> None:
     ring, ulysses = read(config, "ring"), read(config, "ulysses")
     if ring * ulysses == 1 or read(config, "data.kind") != "latents":
         return
-    path = Path(str(read(config, "data.path")))
-    lines = (line for file in path.glob("rows-*-media.jsonl") for line in read_regular(file).split(b"\n"))
-    counts = (int(x) for line in lines if not _UNUSED.search(line) for x in _TOKENS.findall(line))
+    counts = (int(x) for line in _rows(config) for x in _TOKENS.findall(line))
     fewest = min(counts, default=ring * ulysses)
     if fewest < ring * ulysses:
         raise SettingsError(
-            f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of {path} "
-            f"has {fewest} tokens: the product must be at most {fewest}"
+            f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of "
+            f"{read(config, 'data.path')} has {fewest} tokens: the product must be at most {fewest}"
         )
+
+
+def _rows(config: DictConfig) -> Iterator[bytes]:
+    """Yield the rows of a cache, as text, without those of samples that are no longer in the data."""
+    for file in Path(read(config, "data.path")).glob("rows-*-media.jsonl"):
+        yield from (line for line in read_regular(file).split(b"\n") if not _UNUSED.search(line))
 
 
 def _check_encoding(config: DictConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.terminal import printable
 from lightning_cp.errors import DataError
 from lightning_cp.launch.external import launcher_env
@@ -45,6 +46,7 @@ def encoded_folder(config: DictConfig) -> Path:
         while not (folder / "complete.json").is_file():
             time.sleep(_POLL_S)
         return folder
+    from lightning_cp.finetune.media import DataFolder
     from lightning_cp.finetune.precompute import PrecomputeSettings, precompute
     from lightning_cp.finetune.precompute.run import SKIPPED
 
@@ -60,7 +62,7 @@ def encoded_folder(config: DictConfig) -> Path:
     device = torch.device("cuda" if config.accelerator == "cuda" else "cpu")
     result = precompute(
         config.model.pretrained,
-        Path(config.data.path),
+        [DataFolder.of(one) for one in data_folders(config)],
         folder,
         settings=settings,
         device=device,

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.batch_order import batch_order
 from lightning_cp.app.training.encoded_folder import encoded_folder
+from lightning_cp.app.training.lora_facts import kohya_facts
 from lightning_cp.app.training.objective import build_objective
 from lightning_cp.app.training.run import Run
 from lightning_cp.app.training.setup import TrainingSetup
@@ -34,6 +36,7 @@ from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_len
 from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.lora_metadata import add_metadata
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
@@ -147,20 +150,29 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module):
             loss = run.tuning.validate(run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                run.tuning.export(run.folder.path / BEST)
+                self._write(run, run.folder.path / BEST)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def export(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            run.tuning.export(run.folder.saved(run.state.step))
+            self._write(run, run.folder.saved(run.state.step))
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            folder = run.tuning.export(run.folder.path)
+            folder = self._write(run, run.folder.path)
         on_rank_zero(lambda: self._card(run).write(folder))
+
+    def _write(self, run: Run, folder: Path) -> Path:
+        """Write the trained weights, and into the header of a LoRA how it was trained. Call it on every rank."""
+        written = run.tuning.export(folder)
+        if self.config.lora is not None:
+            samples, step = len(self.dataset), run.state.step
+            facts = kohya_facts(self.config, self.cache, samples=samples, step=step, adapter=_rank_and_alpha(run))
+            on_rank_zero(lambda: add_metadata(written, facts))
+        return written
 
     def _card(self, run: Run) -> ModelCard:
         config, rows = self.config, self.cache.rows
@@ -253,7 +265,7 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
 
 def _check_validation(config: DictConfig, cache: LatentCache) -> None:
     """Raise DataError if holding out samples would leave none for training."""
-    files = len({row.source for row in cache.rows})
+    files = len({row.source for row in cache.rows if row.use == "train"})
     if config.data.validation >= files:
         raise DataError(
             f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="

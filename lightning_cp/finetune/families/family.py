@@ -201,6 +201,7 @@ class Family(ABC):
         one_prompt: True if the pipeline's call takes one text, not a list.
         trained: prefixes of the names of the transformer's weights that are trained, the others are frozen; empty: all.
         reference_clips: True if references are clips, as long as the samples; False: pictures.
+        takes_image_noise: True if `encode_media` takes a condition with noise as "first_frame" [b, 3, 1, h, w].
         picture: name of the argument of the pipeline's call with a condition's picture.
     """
 
@@ -220,6 +221,7 @@ class Family(ABC):
     trained: ClassVar[tuple[str, ...]] = ()
     reference_clips: ClassVar[bool] = False
     picture: ClassVar[str] = "image"
+    takes_image_noise: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -27,9 +27,9 @@ def text_lengths(longest: int) -> tuple[int, ...]:
 class LatentData(Dataset[Sample]):
     """Samples of a cache, with one of their captions chosen at random in each epoch.
 
-    A row with `repeats` of n is n items. The caption depends only on (seed, epoch, item), so every degree of
-    parallelism and every number of workers sees the same ones. A sampler that yields pairs (item, epoch) gets new
-    captions in each epoch; with plain items the captions are those of epoch 0.
+    A row with `repeats` of n is n items; rows of a validation set (`use`) are none. The caption depends only on (seed,
+    epoch, item), so every degree of parallelism and every number of workers sees the same ones. A sampler that yields
+    pairs (item, epoch) gets new captions in each epoch; with plain items the captions are those of epoch 0.
 
     Args:
         cache: the cache.
@@ -46,7 +46,7 @@ class LatentData(Dataset[Sample]):
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
         self.cache, self.seed, self.lengths = cache, seed, tuple(lengths)
-        counts = [row.repeats * repeats for row in cache.rows]
+        counts = [row.repeats * repeats * (row.use != "validation") for row in cache.rows]
         if sum(counts) > EPOCH_ITEMS:
             raise ValueError(
                 f"repeats={repeats} gives an epoch of {sum(counts)} items from {len(counts)} samples: at most "
@@ -81,6 +81,12 @@ class LatentData(Dataset[Sample]):
         rows = self.cache.rows
         sizes = [(row.frames, row.height, row.width) for row in rows]
         return [sizes[row] for row in self._row_of]
+
+    @property
+    def weights(self) -> list[float]:
+        """Weight of every item in the loss."""
+        weights = [row.weight for row in self.cache.rows]
+        return [weights[row] for row in self._row_of]
 
     @override
     def __getitem__(self, item: int | tuple[int, int]) -> Sample:

@@ -20,7 +20,7 @@ from lightning_cp.finetune.families import Facts
 from lightning_cp.finetune.latent_cache.row_checks import Checks, check_fields
 from lightning_cp.finetune.latent_cache.rows import caption_hash
 
-FORMAT = 1
+FORMAT = 2
 INDEX, COMPLETE = "index.json", "complete.json"
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "safetensors")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from lightning_cp.checkpoint.check import DamagedError
 from lightning_cp.finetune.media.limits import REPEATS
+from lightning_cp.finetune.media.source import Use
 
 SHARD_NAME = re.compile(r"(media|text)-\d{5,}-\d{6,}\.safetensors")
+_USES = get_args(Use)
 _HASH = re.compile(r"[0-9a-f]{32}")
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 
@@ -41,7 +43,11 @@ def _is_shard(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value) and value > 0)
+    return value is None or _is_weight(value)
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
 def _is_crop(value: Any) -> bool:
@@ -68,6 +74,8 @@ MEDIA_FIELDS: Checks = {
     "fps": (_is_rate, "a positive number or None"),
     "crop": (_is_crop, "(top, left, height, width) or None"),
     "repeats": (lambda value: _is_integer(value) and value <= REPEATS, f"an integer from 0 to {REPEATS}"),
+    "weight": (_is_weight, "a positive number"),
+    "use": (lambda value: value in _USES, f"one of {', '.join(_USES)}"),
     "shard": _FILE,
     "number": _COUNT,
 }

@@ -33,6 +33,8 @@ class MediaRow:
         fps: frames per second; None for pictures.
         crop: (top, left, height, width) of the crop, in pixels of the resized source; None without a crop.
         repeats: number of times that an epoch shows the sample; 0: it is no longer in the data, and not used.
+        weight: weight of the sample in the loss.
+        use: `train`; `prior`: trained on, and never held out; `validation`: not trained on.
         shard: file that holds the tensors; set by the writer.
         number: number of the sample in its shard; set by the writer.
     """
@@ -48,6 +50,8 @@ class MediaRow:
     fps: float | None = None
     crop: tuple[int, int, int, int] | None = None
     repeats: int = 1
+    weight: float = 1.0
+    use: str = "train"
     shard: str = ""
     number: int = 0
 

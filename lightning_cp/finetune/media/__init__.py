@@ -2,6 +2,7 @@
 
 from lightning_cp.finetune.media.buckets import Bucket, default_buckets, explicit_buckets, nearest_bucket
 from lightning_cp.finetune.media.fit import Crop, fit
+from lightning_cp.finetune.media.folders import DataFolder, find_in_folders
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.media.load import LoadedMedia, load_media
 from lightning_cp.finetune.media.source import Skipped, Source, Sources
@@ -11,6 +12,7 @@ from lightning_cp.finetune.media.videos import VideoInfo, probe, read_clip
 __all__ = [
     "Bucket",
     "Crop",
+    "DataFolder",
     "LoadedMedia",
     "Skipped",
     "Source",
@@ -18,6 +20,7 @@ __all__ = [
     "VideoInfo",
     "default_buckets",
     "explicit_buckets",
+    "find_in_folders",
     "find_sources",
     "fit",
     "load_media",

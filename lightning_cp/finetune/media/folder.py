@@ -14,28 +14,28 @@ from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, So
 from lightning_cp.finetune.media.table import TABLE_SUFFIXES
 from lightning_cp.finetune.media.text import is_unicode, lines_of, read_text
 
-_REFERENCE = ".reference"  # end of a reference's name, before the suffix
+_KINDS = ("reference", "mask")  # words at the ends of names, before the suffix, of files that belong to another one
 _NUMBERED = re.compile(r"(?P<name>.+)\.reference[-_. ]?\d+")  # names of several references, which are refused
 
 
 def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     """Find the images and videos in a folder and below it, sorted by path; hidden files are left out.
 
-    `a.reference.png` is the reference of `a.png`; `a.reference.mp4` that of `a.mp4`, its control clip.
+    `a.reference.png` is the reference of `a.png`; `a.reference.mp4` that of `a.mp4`, its control clip; `a.mask.png` is
+    the mask of either.
 
-    Raises: DataError: a folder or a caption file cannot be read, or a file has several references.
+    Raises: DataError: a folder or a caption file cannot be read, or a file has several references or masks.
     """
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for files in _walk(folder, skipped):
-        references = _references([file for file in files if is_image(file) or is_video(file)])
-        referenced = set(references.values())
-        files = [file for file in files if file not in referenced]
+        attached = _attached([file for file in files if is_image(file) or is_video(file)])
+        files = [file for file in files if file not in attached.values()]
         media = {file for file in files if is_image(file) or is_video(file)}
         stems = {file.stem for file in media}
-        for name, file in references.items():
+        for (name, kind), file in attached.items():
             if name not in stems:
-                skipped.append(Skipped(file, f"a reference, but no image or video is called {name}"))
+                skipped.append(Skipped(file, f"a {kind}, but no image or video is called {name}"))
         texts = {file.stem: file for file in files if file.suffix.lower() == ".txt"}
         for file in files:
             reason = _refusal(file, stems)
@@ -44,7 +44,8 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
             elif file in media:
                 captions = _captions(texts[file.stem]) if file.stem in texts else ()
                 path = file.relative_to(folder).as_posix()
-                source = Source(path, file, captions, reference=references.get(file.stem))
+                reference, mask = (attached.get((file.stem, kind)) for kind in _KINDS)
+                source = Source(path, file, captions, reference=reference, mask=mask)
                 entries.append(Entry(source, path, where=str(file)))
     return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
 
@@ -82,20 +83,26 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _references(media: list[Path]) -> dict[str, Path]:
-    """Return the references of a folder by the name of the media. Raises: DataError: several are of the same media."""
-    found: dict[str, Path] = {}
+def _attached(media: list[Path]) -> dict[tuple[str, str], Path]:
+    """Return references and masks by the name of their media and by their kind.
+
+    Raises: DataError: several of a kind are of the same media.
+    """
+    found: dict[tuple[str, str], Path] = {}
     stems = {file.stem for file in media}
     for file in media:
         numbered = _NUMBERED.fullmatch(file.stem)
         if numbered is not None and numbered["name"] in stems:
             raise DataError(f"{file} is one of several references of {numbered['name']}: {ONE_REFERENCE}")
-        name = file.stem.removesuffix(_REFERENCE)
-        if name == file.stem:
+        name, _, kind = file.stem.rpartition(".")
+        if kind not in _KINDS or not name:
             continue
-        if name in found:
-            raise DataError(f"{file} and {found[name].name} are both references of {name}: {ONE_REFERENCE}")
-        found[name] = file
+        if (name, kind) in found:
+            reason = ONE_REFERENCE if kind == "reference" else "a sample has one mask"
+            raise DataError(f"{file} and {found[name, kind].name} are both {kind}s of {name}: {reason}")
+        if kind == "mask" and not is_image(file):
+            raise DataError(f"{file} must be an image: the mask of a clip holds for all of its frames")
+        found[name, kind] = file
     return found
 
 

@@ -21,6 +21,7 @@ from lightning_cp.finetune.media.failures import failures_of
 
 Color = tuple[int, int, int]
 WHITE: Color = (255, 255, 255)
+BLACK: Color = (0, 0, 0)
 # Pillow chooses a format by the content of a file, whatever its name, and some of its readers start other programs
 # (EPS: Ghostscript) or have seldom been used. Those of the accepted suffixes, and MPO, the name of some phones' JPEG:
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")

@@ -14,7 +14,7 @@ from lightning_cp.finetune.media.audio import read_sound
 from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
 from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
-from lightning_cp.finetune.media.images import WHITE, Color, read_image
+from lightning_cp.finetune.media.images import BLACK, WHITE, Color, read_image
 from lightning_cp.finetune.media.source import Source, is_video
 from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, resampled_frames
 
@@ -29,6 +29,7 @@ class LoadedMedia:
         crop: the part of the image or video that they show.
         fps: frames per second; None for images.
         reference: float32 [3, 1, h, w] in [-1, 1], or [3, f, h, w] of a video; None if the source has none.
+        mask: float32 [1, h, w] in [0, 1], like the pixels; None if the source has none.
         sound: float32 [2, samples] in [-1, 1]; None without `sound_rate`, and for sources without an audio track.
     """
 
@@ -38,6 +39,7 @@ class LoadedMedia:
     fps: float | None
     reference: Tensor | None
     sound: Tensor | None = None
+    mask: Tensor | None = None
 
 
 def load_media(
@@ -52,7 +54,7 @@ def load_media(
 ) -> LoadedMedia:
     """Read a source, choose its bucket with `nearest_bucket`, and crop and resize it with `fit`.
 
-    The reference is cropped and resized, too. Of a reference video, the same time is read.
+    Reference and mask are cropped and resized, too. Of a reference video, the same time is read.
 
     Args:
         buckets: one, or several to choose from.
@@ -72,7 +74,9 @@ def load_media(
             pixels, rate = read_image(source.file, background=background).unsqueeze(1), None
             bucket = nearest_bucket(buckets, 1, *pixels.shape[-2:], max_upscale=max_upscale)
         fitted, crop = fit(pixels, bucket, max_upscale=max_upscale)
-        reference = sound = None
+        reference = sound = mask = None
+        if source.mask is not None:
+            mask = _read_mask(source.mask, pixels, bucket, max_upscale)
         if sound_rate is not None and rate is not None:
             sound = read_sound(source.file, rate=sound_rate, start_s=source.start_s, duration_s=bucket.frames / rate)
         if source.reference is not None:
@@ -85,7 +89,21 @@ def load_media(
                 if reference_size is not None:
                     height, width = reference_size(height=height, width=width)
                 reference, _ = fit(read, Bucket(read.shape[1], height, width), max_upscale=max_upscale)
-    return LoadedMedia(fitted, bucket, crop, rate, reference, sound)
+    return LoadedMedia(fitted, bucket, crop, rate, reference, sound, mask)
+
+
+def _read_mask(file: Path, pixels: Tensor, bucket: Bucket, max_upscale: float) -> Tensor:
+    """Read a mask and cut it like the pixels. Returns: [1, h, w]. Raises: MediaError: it has another size."""
+    with failures_of(file):
+        read = read_image(file, background=BLACK).unsqueeze(1)
+        if read.shape[-2:] != pixels.shape[-2:]:
+            (height, width), (expected_h, expected_w) = read.shape[-2:], pixels.shape[-2:]
+            raise MediaError(
+                f"is a mask of {width}x{height} pixels, but its picture or clip has {expected_w}x{expected_h}: both "
+                "must have the same size"
+            )
+        fitted, _ = fit(read, Bucket(1, bucket.height, bucket.width), max_upscale=max_upscale)
+    return fitted.mean(dim=0).add_(1).div_(2)
 
 
 def _read_control(source: Source, file: Path, frames: int, fps: float | None, rate: float | None) -> Tensor:

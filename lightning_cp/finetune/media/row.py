@@ -39,11 +39,13 @@ class Row:
         return Path(os.path.normpath(folder / text))
 
     def captions(self) -> tuple[str, ...]:
-        """Return the non-empty captions of `caption` or `captions`, without white space around them."""
+        """Return the non-empty captions of `caption` (a text, or a list) or `captions`, without white space around."""
         if self.given("caption") and self.given("captions"):
             raise DataError(f"{self.where}: give caption or captions, not both")
         if self.given("captions"):
             texts = self._list("captions")
+        elif isinstance(self.values.get("caption"), list):
+            texts = self._list("caption")
         else:
             texts = [self._text("caption", self.values["caption"])] if self.given("caption") else []
         return tuple(text.strip() for text in texts if text.strip())

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+Sizes = tuple[tuple[int, int], ...]
+"""Pairs (height, width) to choose a crop from."""
+Use = Literal["train", "prior", "validation"]
 IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 VIDEO_SUFFIXES = (
     *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts"),
@@ -30,6 +34,10 @@ class Source:
         start_s: start of the clip in seconds from the first frame; 0 for images.
         end_s: end of the clip in seconds from the first frame, excluded; None: to the end of the video.
         reference: an image that belongs to the sample, for models that edit images; or a control image or video.
+        mask: an image of the same size, with the weight of each pixel in the loss: white 1, black 0.
+        origin: path of the file, relative to the folder or table: sources with the same one are of the same file.
+        sizes: sizes to crop to; None: those of the whole data set.
+        weight, use: see `DataFolder`.
     """
 
     id: str
@@ -39,6 +47,16 @@ class Source:
     start_s: float = 0.0
     end_s: float | None = None
     reference: Path | None = None
+    mask: Path | None = None
+    origin: str = ""
+    sizes: Sizes | None = None
+    weight: float = 1.0
+    use: Use = "train"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files of the sample: the image or video, and its reference and mask if it has them."""
+        return tuple(file for file in (self.file, self.reference, self.mask) if file is not None)
 
     @property
     def is_video(self) -> bool:

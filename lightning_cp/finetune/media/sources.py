@@ -13,7 +13,7 @@ from lightning_cp.finetune.media.clips import cut_clips
 from lightning_cp.finetune.media.decoder import require_pyav
 from lightning_cp.finetune.media.folder import read_folder
 from lightning_cp.finetune.media.source import Entry, Skipped, Source, Sources, accepted_suffixes, first_reasons
-from lightning_cp.finetune.media.table import TABLE_SUFFIXES, read_table
+from lightning_cp.finetune.media.table import METADATA, TABLE_SUFFIXES, read_table
 
 CaptionRule = Literal["required", "optional"]
 ClipRule = Literal["first", "all"]
@@ -26,6 +26,7 @@ def find_sources(
     clips: ClipRule = "first",
     clip_frames: int | None = None,
     fps: float | None = None,
+    caption_column: str | None = None,
 ) -> Sources:
     """Find the images and videos of a folder or table, with their captions.
 
@@ -35,7 +36,8 @@ def find_sources(
 
     Table: a `.csv` file with a header, or a `.jsonl` file with one object per line. Columns or keys: `file`, relative
     to the table's folder; `caption`, or `captions`, a JSON list; optional `repeats`, `reference`, and the range of a
-    clip: `start_s` and `end_s`, or `start_frame` and `frames`.
+    clip: `start_s` and `end_s`, or `start_frame` and `frames`. A folder with `metadata.jsonl` or `metadata.csv` is read
+    as this table, in the format of Hugging Face's imagefolder: `file_name`, `text` and other columns.
 
     Args:
         path: a folder, or a table.
@@ -45,6 +47,7 @@ def find_sources(
             duration.
         clip_frames: frames of a clip with `clips=all`.
         fps: frames per second of a clip with `clips=all`; None: the video's rate.
+        caption_column: column of a table with the captions, if it has another name.
     Raises:
         DataError: `path` is missing or has no usable file or no caption, a row or a caption file is invalid, or two
             rows describe the same clip.
@@ -52,7 +55,8 @@ def find_sources(
     """
     _check_options(captions, clips, clip_frames, fps)
     path = Path(path).expanduser()
-    entries, skipped = _read(path)
+    path = next((path / name for name in METADATA if (path / name).is_file()), path)
+    entries, skipped = _read(path, caption_column)
     if not entries:
         raise DataError(f"{path} has no usable file{_first_reasons(skipped)}. Usable are {accepted_suffixes()}")
     _check_unique([(entry.source.id, entry.where) for entry in entries])
@@ -73,7 +77,14 @@ def find_sources(
     if not found:
         raise DataError(f"{path} has no usable file{_first_reasons(skipped)}")
     _check_unique([(source.id, where) for source, where in found])
-    return Sources(tuple(source for source, _ in found), tuple(skipped))
+    root = path if path.is_dir() else path.parent
+    sources = [replace(source, origin=_relative(source.file, root)) for source, _ in found]
+    return Sources(tuple(sources), tuple(skipped))
+
+
+def _relative(file: Path, root: Path) -> str:
+    """Return a path relative to `root`, or the whole path if the file is not below it."""
+    return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 
 def _check_options(captions: str, clips: str, clip_frames: int | None, fps: float | None) -> None:
@@ -86,15 +97,17 @@ def _check_options(captions: str, clips: str, clip_frames: int | None, fps: floa
         raise DataError(f"fps={fps} must be a positive number, or null for the rate of each video")
 
 
-def _read(path: Path) -> tuple[list[Entry], list[Skipped]]:
+def _read(path: Path, caption_column: str | None) -> tuple[list[Entry], list[Skipped]]:
     if path.is_dir():
+        if caption_column is not None:
+            raise DataError(f"caption_column={caption_column} is for tables, but {path} is a folder without a table")
         return read_folder(path)
     expected = f"expected a folder or a table ({', '.join(TABLE_SUFFIXES)})"
     if not path.exists():
         raise DataError(f"{path} does not exist: {expected}")
     if path.suffix.lower() not in TABLE_SUFFIXES:
         raise DataError(f"{path} is neither a folder nor a table: {expected}")
-    return read_table(path)
+    return read_table(path, caption_column)
 
 
 def _with_captions(path: Path, entries: list[Entry], skipped: list[Skipped], rule: str) -> list[Entry]:
@@ -110,7 +123,8 @@ def _with_captions(path: Path, entries: list[Entry], skipped: list[Skipped], rul
     if not kept:
         raise DataError(
             f"{path}: none of the {len(entries)} files has a caption ({_no_caption(path, entries[0])}). "
-            "Write captions, or set captions=optional to train with the empty caption"
+            "Write captions, name the column of a table (caption_column), or set captions=optional to train with the "
+            "empty caption"
         )
     return kept
 

@@ -26,22 +26,27 @@ from lightning_cp.finetune.media.source import (
 from lightning_cp.finetune.media.text import lines_of, read_text
 
 TABLE_SUFFIXES = (".csv", ".jsonl")
-COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference")
+COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference", "mask")
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Tables of Hugging Face's imagefolder and videofolder, which lie in the folder of the files."""
 _RANGE = ("start_s", "end_s", "start_frame", "frames")
 
 
-def read_table(table: Path) -> tuple[list[Entry], list[Skipped]]:
+def read_table(table: Path, caption_column: str | None = None) -> tuple[list[Entry], list[Skipped]]:
     """Read the rows of a table; rows with files that do not exist are skipped.
 
+    A table with the column `file_name`, as in Hugging Face's imagefolder, may have other columns, which are not used.
+
+    Args: caption_column: column with the captions; None: `caption` or `captions`, and with `file_name` also `text`.
     Raises: DataError: the table cannot be read, or a row is invalid; names the table, the line and what is expected.
     """
-    rows = _csv_rows(table) if table.suffix.lower() == ".csv" else _jsonl_rows(table)
+    read = _csv_rows if table.suffix.lower() == ".csv" else _jsonl_rows
     entries: list[Entry] = []
     skipped: list[Skipped] = []
-    for line, values in rows:
+    for line, values in read(table, caption_column):
         row = Row(f"{table}, line {line}", values)
         entry = _entry(table.parent, row)
-        missing = [file for file in (entry.source.file, entry.source.reference) if file and not os.path.isfile(file)]
+        missing = [file for file in entry.source.files if not os.path.isfile(file)]
         if missing:
             state = "is no file" if os.path.exists(missing[0]) else "does not exist"
             skipped.append(Skipped(missing[0], f"{state} ({row.where})"))
@@ -65,6 +70,9 @@ def _entry(folder: Path, row: Row) -> Entry:
     reference = row.path("reference", folder)
     if reference and not (is_image(reference) or is_video(reference)):
         raise DataError(f"{row.where}: reference={reference.name} must be an image or a video")
+    mask = row.path("mask", folder)
+    if mask and not is_image(mask):
+        raise DataError(f"{row.where}: mask={mask.name} must be an image")
     name = Path(os.path.relpath(file, folder)).as_posix()
     id = clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}"
     repeats = row.integer("repeats", least=1, most=REPEATS)
@@ -76,6 +84,7 @@ def _entry(folder: Path, row: Row) -> Entry:
         start_s=start_s,
         end_s=end_s,
         reference=reference,
+        mask=mask,
     )
     return Entry(source, name, row.where, frame_range)
 
@@ -96,10 +105,10 @@ def _range(row: Row) -> tuple[float, float | None, tuple[int, int] | None]:
     return 0.0, None, (start_frame or 0, frames)
 
 
-def _csv_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number of the first line of each row, and its non-empty cells by column."""
+def _csv_rows(table: Path, caption_column: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of the first line of each row, and its non-empty cells by column of `COLUMNS`."""
     reader = csv.reader(io.StringIO(read_text(table), newline=""), strict=True)
-    header: list[str] | None = None
+    header, ours = list[str](), dict[str, str]()
     while True:
         line = reader.line_num + 1
         try:
@@ -110,22 +119,23 @@ def _csv_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             break
         if not any(cell.strip() for cell in cells):
             continue
-        if header is None:
+        if not header:
             header = [cell.strip() for cell in cells]
-            _check_columns(f"{table}, line {line}", header, "columns")
+            ours = _our_columns(f"{table}, line {line}", header, "columns", caption_column)
             continue
         if len(cells) != len(header):
             raise DataError(
                 f"{table}, line {line}: expected {len(header)} cells ({', '.join(header)}), got {len(cells)}; "
                 "quote cells that hold commas"
             )
-        yield line, {name: cell for name, cell in zip(header, cells, strict=True) if cell.strip()}
-    if header is None:
+        filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell.strip()}
+        yield line, {ours[name]: cell for name, cell in filled.items() if name in ours}
+    if not header:
         raise DataError(f"{table} is empty: expected a header with the columns {', '.join(COLUMNS[:2])}, and rows")
 
 
-def _jsonl_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line number and the object of each non-empty line, without null values."""
+def _jsonl_rows(table: Path, caption_column: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number and the values by key of `COLUMNS` of each non-empty line, without null values."""
     for line, text in enumerate(lines_of(read_text(table)), start=1):
         if not text.strip():
             continue
@@ -136,13 +146,24 @@ def _jsonl_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(f'{where}: not valid JSON ({error}); expected {{"file": …, "caption": …}}') from error
         if not isinstance(row, dict):
             raise DataError(f'{where}: expected an object {{"file": …, "caption": …}}, got {type(row).__name__}')
-        _check_columns(where, list(row), "keys")
-        yield line, {name: value for name, value in row.items() if value is not None}
+        ours = _our_columns(where, list(row), "keys", caption_column)
+        yield line, {ours[name]: value for name, value in row.items() if name in ours and value is not None}
 
 
-def _check_columns(where: str, names: list[str], kind: str) -> None:
-    unknown = [name for name in names if name not in COLUMNS]
-    if unknown:
+def _our_columns(where: str, names: list[str], kind: str, caption_column: str | None) -> dict[str, str]:
+    """Return the name in `COLUMNS` of each column that is used. Raises: DataError: a column is unknown or missing."""
+    ours = {name: name for name in names if name in COLUMNS}
+    if "file_name" in names:
+        ours = {name: name for name in ours if name != "file"} | {"file_name": "file"}
+        if "text" in names and not ours.keys() & {"caption", "captions"}:
+            ours["text"] = "caption"
+    if caption_column is not None and caption_column not in names:
+        raise DataError(f"{where}: caption_column={caption_column} is none of the {kind} {', '.join(names)}")
+    if caption_column is not None:
+        ours = {name: our for name, our in ours.items() if our not in ("caption", "captions")}
+        ours[caption_column] = "captions" if caption_column == "captions" else "caption"
+    unknown = [name for name in names if name not in (*ours, *COLUMNS)]
+    if unknown and "file_name" not in names:
         separators = "; separate columns by commas" if kind == "columns" and len(names) == 1 else ""
         raise DataError(
             f"{where}: unknown {kind} {', '.join(map(repr, unknown))}; valid: {', '.join(COLUMNS)}{separators}"
@@ -150,5 +171,6 @@ def _check_columns(where: str, names: list[str], kind: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{where}: {kind} {', '.join(twice)} occur more than once")
-    if "file" not in names:
+    if "file" not in ours.values():
         raise DataError(f"{where}: {kind} must include file, got {', '.join(names) or 'none'}")
+    return ours

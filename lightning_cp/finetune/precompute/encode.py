@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_cp.errors import FamilyError, MediaError
-from lightning_cp.finetune.families import Family, Media
+from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import CacheWriter, MediaRow, caption_hash
 from lightning_cp.finetune.media import LoadedMedia, Skipped, Source
+from lightning_cp.finetune.precompute.image_noise import noised_frame
 from lightning_cp.finetune.precompute.loading import Loader, load_all
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 
@@ -58,6 +61,8 @@ def encode_sources(
     stop_on_bad: bool = False,
     ranks: EncodingRanks | None = None,
     report: Report = lambda _: None,
+    masks: bool = False,
+    image_noise: bool = False,
 ) -> tuple[int, list[Skipped]]:
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
@@ -66,6 +71,8 @@ def encode_sources(
         workers: threads that read and decode files while the VAE encodes.
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
+        image_noise: add noise to the first frame that the family is conditioned on, see `noised_frame`.
+        masks: store a mask of the loss for each sample, also for those without one.
     Returns: number of samples that were encoded, and what was skipped.
     """
     ranks = ranks or EncodingRanks()
@@ -75,13 +82,18 @@ def encode_sources(
         if isinstance(loaded, tuple):
             media, row = loaded
             try:
-                (sample,) = family.encode_media(pipe, batch_of_one(media))
+                given = batch_of_one(media)
+                if image_noise:
+                    given["first_frame"] = noised_frame(media.pixels, source.id)[None]
+                (sample,) = family.encode_media(pipe, given)
             except FamilyError as error:  # the family does not take this size, or needs a reference
                 failure = MediaError(f"{source.file}: {error}")
             else:
                 if ranks.writes_media:
                     clean = main_latents(family.clean({name: x[None] for name, x in sample.items()}))
                     tokens = family.grid.tokens(clean.shape[1:])
+                    if masks:
+                        sample["loss_mask"] = _loss_mask(media.mask, clean)
                     writer.add_media(MediaRow(**row, tokens=tokens), {name: x.cpu() for name, x in sample.items()})
                 encoded += 1
         if failure is not None and stop_on_bad:
@@ -94,12 +106,24 @@ def encode_sources(
     return encoded, skipped
 
 
+def _loss_mask(mask: Tensor | None, clean: Tensor) -> Tensor:
+    """Return the weight of each latent in the loss, the mean of its pixels: it broadcasts to x0 of one sample.
+
+    Args:
+        mask: [1, h, w] in pixels; None: all weights are 1.
+        clean: x0 [1, ..., h, w].
+    """
+    size = (clean.shape[-2], clean.shape[-1])
+    small = torch.ones(1, *size) if mask is None else F.adaptive_avg_pool2d(mask, size)
+    return small.view(*[1] * (clean.dim() - 3), *size)
+
+
 def captions_of(sources: Sequence[Source]) -> list[str]:
     """Return the distinct captions in the order of the sources, and the empty caption first."""
     return list(dict.fromkeys(["", *(caption for source in sources for caption in source.captions)]))
 
 
-def batch_of_one(media: LoadedMedia) -> Media:
+def batch_of_one(media: LoadedMedia) -> dict[str, Tensor]:
     """Return the media of one sample with a batch dim, for `Family.encode_media`."""
     given = {"pixels": media.pixels[None]}
     for name, x in (("reference", media.reference), ("sound", media.sound)):

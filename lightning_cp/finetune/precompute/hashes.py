@@ -23,11 +23,13 @@ class FileHashes:
         self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
 
     def of(self, source: Source) -> str:
-        """Return the hash of a source's file, and of its reference if it has one.
+        """Return the hash of a source's files, and of its own sizes if it has some.
 
         Raises: MediaError: a file cannot be read.
         """
-        found = [self._hash(file) for file in _files(source)]
+        found = [self._hash(file) for file in source.files]
+        if source.sizes is not None:
+            found.append(str(sorted(set(source.sizes))))
         return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
 
     def _hash(self, file: Path) -> str:
@@ -46,7 +48,7 @@ class FileHashes:
 
 def state_of(source: Source) -> State:
     """Return inode, size and time of change of a source's files. Raises: MediaError: a file no longer exists."""
-    return tuple(_state(file) for file in _files(source))
+    return tuple(_state(file) for file in source.files)
 
 
 def _state(file: Path) -> tuple[int, int, int]:
@@ -55,7 +57,3 @@ def _state(file: Path) -> tuple[int, int, int]:
     except OSError as error:
         raise MediaError(f"{file}: cannot be read: {error.strerror or error}") from error
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _files(source: Source) -> list[Path]:
-    return [source.file] if source.reference is None else [source.file, source.reference]

@@ -7,16 +7,15 @@ from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache import caption_hash
-from lightning_cp.finetune.media import Bucket, LoadedMedia, Source, load_media
+from lightning_cp.finetune.media import LoadedMedia, Source, load_media
 from lightning_cp.finetune.precompute.hashes import FileHashes, state_of
 from lightning_cp.finetune.precompute.ranks import EncodingRanks
-from lightning_cp.finetune.precompute.usable import buckets_for
+from lightning_cp.finetune.precompute.usable import Buckets, buckets_for
 
 Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
 """Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored."""
@@ -27,8 +26,7 @@ class Loader:
     """Load media with their rows.
 
     Args:
-        root: folder that the rows' `source` is relative to.
-        buckets: sizes to choose from.
+        buckets: sizes to choose from, see `Buckets`.
         done: ids of the samples that are stored.
         fps: frames per second of clips; None: the file's.
         max_upscale: largest factor of enlargement.
@@ -36,8 +34,7 @@ class Loader:
             references of the samples' size.
     """
 
-    root: Path
-    buckets: Sequence[Bucket]
+    buckets: Buckets
     done: Container[str]
     fps: float | None = None
     max_upscale: float = 1.5
@@ -69,13 +66,8 @@ class Loader:
 
     def _row(self, source: Source) -> dict[str, Any]:
         """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""
-        inside, contents = source.file.is_relative_to(self.root), self.hashes.of(source)
-        return {
-            "id": source.id,
-            "source": str(source.file.relative_to(self.root) if inside else source.file),
-            "source_hash": contents,
-            **caption_fields(source, contents, self.family),
-        }
+        contents = self.hashes.of(source)
+        return {"id": source.id, "source_hash": contents, **changing_fields(source, contents, self.family)}
 
 
 def load_all(
@@ -105,10 +97,16 @@ def load_all(
                 future.cancel()
 
 
-def caption_fields(source: Source, contents: str, family: Family | None) -> dict[str, Any]:
-    """Return the fields of a row that hold captions. Args: contents: the row's `source_hash`."""
+def changing_fields(source: Source, contents: str, family: Family | None) -> dict[str, Any]:
+    """Return the fields of a row that can change without encoding again. Args: contents: the row's `source_hash`."""
     seen = media_id(source, contents) if family is not None and family.text.sees_media else None
-    return {"captions": tuple(caption_hash(caption, seen) for caption in source.captions), "repeats": source.repeats}
+    return {
+        "source": source.origin,
+        "captions": tuple(caption_hash(caption, seen) for caption in source.captions),
+        "repeats": source.repeats,
+        "weight": source.weight,
+        "use": source.use,
+    }
 
 
 def media_id(source: Source, contents: str) -> str:

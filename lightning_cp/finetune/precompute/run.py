@@ -23,19 +23,19 @@ from lightning_cp.finetune.latent_cache import (
     prepare_cache,
 )
 from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
-from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources, find_sources
+from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute.data import find_data, has_masks, usable_data
 from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_sources
 from lightning_cp.finetune.precompute.hashes import FileHashes
 from lightning_cp.finetune.precompute.loading import Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
-from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, check_rate, usable
+from lightning_cp.finetune.precompute.usable import SHEET, Buckets
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
@@ -47,7 +47,7 @@ class _Run:
     """Objects that all phases of a run use."""
 
     pretrained: str
-    data: Path
+    data: Sequence[DataFolder]
     output: Path
     settings: PrecomputeSettings
     device: torch.device
@@ -71,7 +71,7 @@ class _Run:
 
 def precompute(
     pretrained: str,
-    data: Path,
+    data: Path | Sequence[DataFolder],
     output: Path,
     *,
     settings: PrecomputeSettings,
@@ -83,7 +83,7 @@ def precompute(
 
     Args:
         pretrained: folder of a pipeline, or its name on the Hub.
-        data: folder or table of media, see `find_sources`.
+        data: folder or table of media, see `find_sources`; or several with their settings.
         device: device of this rank's encoders.
         ranks: from `EncodingRanks.of_world`; None: one process.
         progress: show progress bars on rank 0.
@@ -91,20 +91,16 @@ def precompute(
         is raised on all of them.
     Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
     """
-    run = _Run(pretrained, data, output, settings, device, ranks or EncodingRanks(), progress)
-    found = run.ranks.on_first(lambda: _find(run))
+    folders = [DataFolder(path=data)] if isinstance(data, Path) else data
+    run = _Run(pretrained, folders, output, settings, device, ranks or EncodingRanks(), progress)
+    found = run.ranks.on_first(lambda: find_data(folders, output, settings))
     with quiet_packages(progress):
         with run.ranks.phase():
             pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
             if settings.tiling:
                 pipe.vae.enable_tiling()
             family = family_for(pipe)
-            kinds = {"video" if source.is_video else "image" for source in found.sources}
-            buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
-            found = usable(found, family, buckets)
-            check_rate(family, buckets, settings.fps)
-            if settings.on_bad == "error":
-                check_none_skipped(found.skipped)
+            found, buckets = usable_data(found, pipe, family, settings)
         with _prepared(run, pipe, family, found.sources) as prepared:
             with _disk_errors(output):
                 changed, dropped = update_stored(
@@ -126,24 +122,11 @@ def precompute(
     return result
 
 
-def _find(run: _Run) -> Sources:
-    check_output(run.output, run.data)
-    frames, settings = run.settings.frames, run.settings
-    return find_sources(
-        run.data,
-        captions=settings.captions,
-        clips=settings.clips,
-        clip_frames=frames if isinstance(frames, int) else None,
-        fps=settings.fps,
-    )
-
-
-def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Sequence[Bucket]) -> Precomputed:
+def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Buckets) -> Precomputed:
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
-    root = run.data if run.data.is_dir() else run.data.parent
-    loader = Loader(root, buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
-    captions = _encode_texts(run, pipe, family, found, loader)
+    loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
+    captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
     with (
@@ -162,16 +145,22 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Seque
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
+            masks=has_masks(found.sources),
+            image_noise=settings.image_noise,
         )
-    return _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+    done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+    return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
 
 
-def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> int:
-    """Encode the texts that the cache does not have. Ranks: the whole world. Returns: number of distinct texts."""
+def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> tuple[int, int]:
+    """Encode the texts that the cache does not have. Ranks: the whole world.
+
+    Returns: number of distinct texts, and of those that this rank encoded.
+    """
     settings, ranks, encoding = run.settings, run.ranks, family.components.text
     if family.text.sees_media:
         with run.phase("captions", len(found.sources), pipe, encoding) as (writer, report):
-            encode_seen_captions(
+            encoded = encode_seen_captions(
                 pipe,
                 family,
                 found.sources[ranks.rank :: ranks.size],
@@ -181,12 +170,14 @@ def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: 
                 ranks=ranks,
                 report=report,
             )
-        return sum(len(set(source.captions)) for source in found.sources)
+        return sum(len(set(source.captions)) for source in found.sources), encoded
     captions = captions_of(found.sources)
     with run.phase("captions", len(captions), pipe, encoding) as (writer, report):
         mine = captions[ranks.rank :: ranks.size]
-        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
-    return len(captions)
+        encoded = encode_captions(
+            pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report
+        )
+    return len(captions), encoded
 
 
 @contextmanager
@@ -206,7 +197,8 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        fingerprint = fingerprint_of(pipe, names, run.settings.identity())
+        identity = {**run.settings.identity(), "masks": has_masks(sources)}
+        fingerprint = fingerprint_of(pipe, names, identity)
         values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
         if family.text.sees_media:

@@ -24,7 +24,7 @@ def encode_seen_captions(
     stop_on_bad: bool = False,
     ranks: EncodingRanks | None = None,
     report: Report = lambda _: None,
-) -> None:
+) -> int:
     """Encode each caption of each source with the source's media, one at a time, if the cache does not have it.
 
     Sources that cannot be used are left out here: `encode_sources` reports them.
@@ -33,24 +33,27 @@ def encode_seen_captions(
         sources: media of this rank.
         loader: loader that skips no source (its `done` is empty).
         stop_on_bad: raise the first MediaError instead of leaving the source out.
+    Returns: number of texts that were encoded.
     """
-    ranks = ranks or EncodingRanks()
+    ranks, encoded = ranks or EncodingRanks(), 0
     for source in sources:
         ranks.check()
         try:
-            _encode(pipe, family, source, writer, loader)
+            encoded += _encode(pipe, family, source, writer, loader)
         except (MediaError, FamilyError) as error:
             if stop_on_bad:
                 raise MediaError(f"{source.file}: {error}" if isinstance(error, FamilyError) else str(error)) from error
         report(1)
     writer.flush()
+    return encoded
 
 
-def _encode(pipe: Any, family: Family, source: Source, writer: CacheWriter, loader: Loader) -> None:
+def _encode(pipe: Any, family: Family, source: Source, writer: CacheWriter, loader: Loader) -> int:
+    """Encode the texts of a source that the cache does not have. Returns: their number."""
     sample = media_id(source, loader.hashes.of(source))
     new = [text for text in dict.fromkeys(source.captions) if caption_hash(text, sample) not in writer.done_texts()]
     if not new:
-        return
+        return 0
     loaded = loader.load(source)
     if isinstance(loaded, MediaError):
         raise loaded
@@ -59,3 +62,4 @@ def _encode(pipe: Any, family: Family, source: Source, writer: CacheWriter, load
     for caption in new:
         (text,) = family.encode_text(pipe, [caption], media)
         writer.add_text(caption, {name: x.cpu() for name, x in text.items()}, media_id=sample)
+    return len(new)

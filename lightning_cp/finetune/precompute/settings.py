@@ -30,6 +30,7 @@ class PrecomputeSettings:
         workers: threads of each rank that read files.
         shard_bytes: approximate size of a shard.
         on_bad: treatment of a file that cannot be used: skip, error.
+        image_noise: add noise to the first frames that CogVideoX image to video is conditioned on.
         sheet: number of samples on the contact sheet; 0: none.
     """
 
@@ -47,6 +48,7 @@ class PrecomputeSettings:
     workers: int = 2
     shard_bytes: int = 256_000_000
     on_bad: Literal["skip", "error"] = "skip"
+    image_noise: bool = False
     sheet: int = 16
 
     def plain(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class PrecomputeSettings:
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that samples depend on, in a form that is equal for settings with the same meaning."""
-        names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
+        names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale", "image_noise")
         sizes, frames = self.sizes, self.frames
         return {
             "sizes": None if sizes is None else sorted({tuple(size) for size in sizes}),
@@ -76,6 +78,7 @@ class Precomputed:
         skipped: files that could not be used.
         changed: samples that were stored with other contents; they are among the encoded or skipped ones.
         dropped: stored samples that are no longer in the data.
+        encoded_captions: captions that this run encoded.
     """
 
     found: int
@@ -85,6 +88,7 @@ class Precomputed:
     skipped: tuple[Skipped, ...]
     changed: int = 0
     dropped: int = 0
+    encoded_captions: int = 0
 
 
 def _plain(value: Any) -> Any:

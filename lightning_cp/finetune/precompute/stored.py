@@ -11,7 +11,7 @@ from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache import MediaRow, PreparedCache
 from lightning_cp.finetune.media import Source
 from lightning_cp.finetune.precompute.hashes import FileHashes
-from lightning_cp.finetune.precompute.loading import caption_fields
+from lightning_cp.finetune.precompute.loading import changing_fields
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 from lightning_cp.finetune.precompute.terminal import progress_bar
 
@@ -85,7 +85,7 @@ def _update(
     used, unused, old = dict[str, MediaRow](), list[MediaRow](), {*before.media, *before.unused}
     for row in (*before.media, *before.unused):
         if row.id not in used and contents.get(row.id) == row.source_hash:
-            used[row.id] = replace(row, **caption_fields(wanted[row.id], row.source_hash, family))
+            used[row.id] = replace(row, **changing_fields(wanted[row.id], row.source_hash, family))
         else:
             unused.append(replace(row, repeats=0))
     # in this order, a run that is killed between the two writes never leaves two used rows of one sample

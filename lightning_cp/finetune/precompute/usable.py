@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_cp.errors import DataError, FamilyError, MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache.index import INDEX
 from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources
-from lightning_cp.finetune.media.source import first_reasons, is_image, is_video
+from lightning_cp.finetune.media.source import Sizes, first_reasons, is_image, is_video
 
 SHEET = "contact_sheet.png"
+Buckets = Mapping[Sizes | None, Sequence[Bucket]]
+"""Buckets for each value of `Source.sizes`."""
 
 
 def check_output(output: Path, data: Path) -> None:
@@ -23,7 +25,7 @@ def check_output(output: Path, data: Path) -> None:
         )
 
 
-def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources:
+def usable(found: Sources, family: Family, buckets: Buckets) -> Sources:
     """Return the sources without those that the family or the buckets exclude, which are skipped with the reason.
 
     Raises: DataError: no source is left, or only some have references that are optional.
@@ -47,9 +49,13 @@ def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources
     return Sources(tuple(kept), tuple(skipped))
 
 
-def check_rate(family: Family, buckets: Sequence[Bucket], fps: float | None) -> None:
+def check_rate(family: Family, buckets: Buckets, fps: float | None) -> None:
     """Raise FamilyError if clips of one size could have sound of different lengths, which cannot be in one batch."""
-    if family.sound_rate is not None and fps is None and any(bucket.frames > 1 for bucket in buckets):
+    if (
+        family.sound_rate is not None
+        and fps is None
+        and any(one.frames > 1 for some in buckets.values() for one in some)
+    ):
         raise FamilyError(
             f"{family.name} trains on clips with sound, which is as long as their frames are shown: set one frame "
             f"rate for all clips, such as precompute.fps={family.facts['fps']:g}"
@@ -63,17 +69,18 @@ def check_none_skipped(skipped: Iterable[Skipped]) -> None:
             raise MediaError(str(one))
 
 
-def buckets_for(source: Source, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+def buckets_for(source: Source, buckets: Buckets) -> Sequence[Bucket]:
     """Return the buckets that a source may be cropped to: pictures never become clips.
 
     A video becomes a picture, its first frame, only if all buckets have one frame.
     """
+    sizes = buckets[source.sizes]
     if source.is_video:
-        return [bucket for bucket in buckets if bucket.frames > 1] or buckets
-    return [bucket for bucket in buckets if bucket.frames == 1]
+        return [bucket for bucket in sizes if bucket.frames > 1] or sizes
+    return [bucket for bucket in sizes if bucket.frames == 1]
 
 
-def _reason(source: Source, family: Family, buckets: Sequence[Bucket]) -> str | None:
+def _reason(source: Source, family: Family, buckets: Buckets) -> str | None:
     """Return why a source cannot be used; None if it can."""
     if source.file.name == SHEET and (source.file.parent / INDEX).is_file():
         return "is the contact sheet of a latent cache"
@@ -86,7 +93,7 @@ def _reason(source: Source, family: Family, buckets: Sequence[Bucket]) -> str | 
     if reference is not None and is_video(reference) and not family.reference_clips:
         return f"has the video {reference.name} as its reference, but {family.name} takes no control clips"
     if not buckets_for(source, buckets):
-        least = min(bucket.frames for bucket in buckets)
+        least = min(bucket.frames for bucket in buckets[source.sizes])
         return (
             f"is a picture, but the shortest clips have {least} frames: to train on pictures, too, add 1 to "
             "precompute.frames"

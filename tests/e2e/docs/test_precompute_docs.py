@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 
+from lightning_cp.app.runs.precompute import check_precompute
+from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.latent_cache import LatentCache
-from lightning_cp.media import find_sources
+from lightning_cp.media import DataFolder, find_in_folders, find_sources
+from tests.e2e.recipe import ROOT
 from tests.families.cases import made
+from tests.unit.app.test_finetune_settings import NoGpu
 from tests.unit.finetune.precompute.made import clips, pictures, pipeline
 
 _PAGE = (Path(__file__).parents[3] / "docs" / "precompute.md").read_text(encoding="utf-8")
@@ -52,6 +57,37 @@ def test_the_table_of_the_page_is_read(tmp_path: Path) -> None:
         (("a red fox in the snow",), 1, 5.0),
         (("two boats at sea",), 3, None),
         (("a tower, seen from below",), 1, None),
+    ]
+
+
+def test_the_folders_of_the_page_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (mix,) = re.findall(r"```yaml\n(.*?)```", _PAGE, re.DOTALL)
+    (line,) = re.findall(r"^`'(data\.path=.*)'`\.$", _PAGE, re.MULTILINE)
+    (tmp_path / "conf" / "mix").mkdir(parents=True)
+    (tmp_path / "conf" / "mix" / "portraits.yaml").write_text(mix)
+    (tmp_path / "my-pipeline").mkdir()
+    for name in ("photos", "portraits", "men", "test_photos"):
+        pictures(tmp_path / name, 1)
+    found = []
+    for override in ("+mix=portraits", line, "data.path={path: men, caption: 'a man, {}'}", "data.path=photos"):
+        with initialize_config_dir(str(ROOT / "conf" / "precompute"), version_base="1.3"):
+            given = [override, "model.pretrained=my-pipeline", "run_dir=run", "hydra.searchpath=[file://conf]"]
+            config = compose("precompute", overrides=given, return_hydra_config=False)
+        checked = check_precompute(config, NoGpu(cores=2), None).config
+        found.append(find_in_folders([DataFolder.of(folder) for folder in data_folders(checked)]).sources)
+    ours = [(x.id, x.captions[0], x.repeats, x.weight, x.use, x.sizes) for x in found[0]]
+    assert ours == [
+        ("p0.png", "ohwx, picture 0", 10, 1.0, "train", None),
+        ("portraits/p0.png", "picture 0", 1, 1.0, "train", ((1024, 768),)),
+        ("men/p0.png", "a photo of a man", 1, 0.5, "prior", None),
+        ("test_photos/p0.png", "picture 0", 1, 1.0, "validation", None),
+    ]
+    assert [x.id for x in found[1]] == ["p0.png", "test_photos/p0.png"]
+    assert found[1][0] == found[0][0]
+    assert [(x.id, x.captions[0]) for some in found[2:] for x in some] == [
+        ("p0.png", "a man, picture 0"),
+        ("p0.png", "picture 0"),
     ]
 
 

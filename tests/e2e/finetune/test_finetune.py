@@ -14,12 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lightning_cp.checkpoint import latest_checkpoint
-from tests.e2e.finetuning import write_cache
+from lightning_cp.latent_cache import LatentCache
+from tests.e2e.finetuning import write_cache, write_media
 from tests.e2e.recipe import ROOT, Finished, run, started
 from tests.families.cases import CASES
 from tests.harness import warm
@@ -74,9 +78,6 @@ def val_losses(finished: Finished) -> list[float]:
 
 def sample(made: Path, name: str, *overrides: str) -> torch.Tensor:
     """Sample one picture or clip with recipes/sample.py. Returns: its pixels."""
-    import numpy as np
-    from PIL import Image, ImageSequence
-
     command = [
         sys.executable,
         str(ROOT / "recipes/sample.py"),
@@ -109,6 +110,9 @@ def test_lora_on_four_ranks_equals_one_process(wan: Path, alone: Finished) -> No
     assert mine.keys() == expected.keys()
     for key, x in mine.items():
         torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
+    for file in ("pytorch_lora_weights.safetensors", "comfyui.safetensors"):
+        with safe_open(four.folder / "lora" / file, framework="pt") as opened:
+            assert (opened.metadata()["ss_steps"], opened.metadata()["ss_network_dim"]) == ("3", "4")
 
 
 def test_diffusers_loads_the_lora_and_samples_change(wan: Path, alone: Finished) -> None:
@@ -218,6 +222,50 @@ def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
     finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
     assert len(finished.losses) == 2
     assert (finished.folder / "latents" / "complete.json").is_file()
+
+
+@pytest.mark.full
+def test_several_folders_are_encoded_at_the_start(wan: Path) -> None:
+    held_out, media = wan / "held_out", wan / "media"
+    held_out.mkdir()
+    for suffix in ("mp4", "txt"):
+        (held_out / f"x.{suffix}").write_bytes((media / f"0.{suffix}").read_bytes())
+    prior = f"{{path: {media}, name: prior, use: prior, weight: 0.5, caption: a wave}}"
+    data = f"data.path=[{{path: {media}, caption: 'ohwx {{}}'}},{prior},{{path: {held_out}, use: validation}}]"
+    given = ("data=folder", data, "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4", "validation.every=1")
+    finished = tune(wan, "folders", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
+    assert len(val_losses(finished)) == 2
+    cache = LatentCache(finished.folder / "latents")
+    found = [(row.id, row.use, row.weight, cache.caption(row.captions[0])) for row in cache.rows]
+    assert found[0] == ("0.mp4", "train", 1.0, "ohwx wave number 0")
+    assert found[6:8] == [
+        ("held_out/x.mp4", "validation", 1.0, "wave number 0"),
+        ("prior/0.mp4", "prior", 0.5, "a wave"),
+    ]
+    assert len(found) == 13
+
+
+@pytest.mark.full
+def test_masks_give_the_same_losses_at_every_topology(tmp_path: Path) -> None:
+    def masked(folder: Path, case: str, count: int) -> Path:
+        write_media(folder, case, count)
+        _, height, width = CASES[case].size
+        for i in range(1, count):  # the first one has none
+            mask = np.zeros((height, width), np.uint8)
+            mask[:, : 8 * (1 + i)] = 255
+            Image.fromarray(mask).save(folder / f"{i}.mask.png")
+        return folder
+
+    made, plain = write_cache(tmp_path / "masked", "wan", 4, write=masked), write_cache(tmp_path / "plain", "wan", 4)
+    given = ("lora.rank=4", "batch_size=2", "max_steps=2")
+    alone = tune(made, "alone", *given)
+    assert alone.losses != pytest.approx(tune(plain, "alone", *given).losses, rel=1e-3)
+    for ranks in (2, 3):
+        several = tune(made, f"ring_{ranks}", *given, "strategy=cp", f"ring={ranks}")
+        assert several.losses == pytest.approx(alone.losses, rel=1e-5)
+        mine, expected = (load_file(run.folder / LORA_FILE) for run in (several, alone))
+        for key, x in mine.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.full

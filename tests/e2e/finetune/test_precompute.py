@@ -44,7 +44,8 @@ def test_clips_on_two_ranks_of_its_own(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     table = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in done.stdout.splitlines() if "│" in line}
     numbers = {"found": "4", "encoded by this run": "3", "stored before": "0", "skipped": "1", "5 × 32 × 48": "3"}
-    assert table == numbers | {"changed since they were stored": "0", "no longer in the data": "0"}
+    numbers |= {"changed since they were stored": "0", "no longer in the data": "0"}
+    assert table == numbers | {"captions encoded by this run": "4"}
     assert "3 samples, 4 captions" in done.stdout
     assert "bad.mp4: cannot be decoded" in done.stdout
     (row,) = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
@@ -105,7 +106,7 @@ def test_another_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ("data.path=gone", "data.path={tmp}/gone does not exist"),
-        ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv or .jsonl table"),
+        ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
         ("model.pretrained={tmp}/gone", "is neither a folder nor an id on the Hub"),
         ("output={data}/latents", "must not lie in data.path"),
         ("output={pipe}", "holds other files"),

@@ -150,7 +150,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         resaved(lambda tensors: tensors.update({"0/latents": torch.zeros(9, dtype=torch.bfloat16)})),
         rf"{SHARD}: latents of sample 0 have shape \[9\], but other samples of",
     ),
-    "newer version": (edit_json("index.json", format=2), "index.json has format 2; this version reads format 1"),
+    "newer version": (edit_json("index.json", format=3), "index.json has format 3; this version reads format 2"),
     "no version": (edit_json("index.json", format="1"), "index.json is damaged, or not the file of a latent cache: it"),
     "another field": (edit_json("index.json", x=1), "must have exactly the fields family, facts"),
     "another type": (edit_json("index.json", facts=[]), r"facts=\[\] must be a JSON object"),

@@ -77,6 +77,11 @@ def here(tmp_path: Path) -> Path:
             "rows-00001-media.jsonl": {"tokens": 6, "source": 'a "repeats": 0', "repeats": 10},
             "rows-00002-media.jsonl": {"tokens": 2, "repeats": 0},  # no longer in the data
         },
+        "own_validation": {
+            "index.json": {},
+            "complete.json": {"samples": 6},
+            "rows-00000-media.jsonl": {"tokens": 12, "repeats": 1, "use": "validation"},
+        },
         "partial": {"index.json": {}},
         "media": {},
     }.items():
@@ -155,6 +160,9 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "objective.weighting=min_snr objective.min_snr_gamma=1 lr_schedule=cosine_with_restarts lr_cycles=3",
         "data.validation=2 validation.every=10",
         "data=folder data.path=HERE/media data.sizes=[[16,24]] data.frames=[1,5]",
+        "data=folder data.path=[HERE/media,{path:HERE/empty,weight:0.5,use:validation}] validation.every=5",
+        "data=folder data.path={path:HERE/media,repeats:2}",
+        "data.path=HERE/own_validation validation.every=5",
         "strategy=cp ring=2 ulysses=2",
         "strategy=cp_fsdp ring=2 data_parallel=2",
         "model.pretrained=organisation/pipeline",
@@ -269,6 +277,12 @@ REFUSED = [
     ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
     ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be null, or one or several"),
     ("data=folder data.path=HERE/media data.fps=0", "data.fps=0 is not valid"),
+    (
+        "data.path=HERE/own_validation data.validation=1 validation.every=5",
+        "data.validation=1 must be 0: the data have a validation set (use=validation)",
+    ),
+    ("data.path=[HERE/cache]", "data.path=['HERE/cache'] is not valid: must be a text"),
+    ("data=folder data.path=[HERE/media,HERE/none]", "data.path[1]=HERE/none does not exist: it must be a folder of"),
     ("data.path=HERE/none", "data.path=HERE/none does not exist"),
     ("data.path=HERE/media", "data.path=HERE/media is no latent cache: make one with recipes/precompute.py"),
     ("data.path=HERE/partial", "data.path=HERE/partial is not complete: run recipes/precompute.py again"),

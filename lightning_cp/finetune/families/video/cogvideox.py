@@ -144,11 +144,13 @@ class CogVideoXImageToVideo(CogVideoX):
     """CogVideoX, image to video. The first frame of each clip in "pixels" is the condition.
 
     Channels are [noisy latents | condition], with the condition's latents in the first latent frame and zeros in the
-    others. The pipeline draws the condition from the VAE's distribution; here it is the distribution's mode.
+    others. The pipeline draws the condition from the VAE's distribution; here it is the distribution's mode. With
+    "first_frame" in the media, this is the condition: the first frame with noise.
     """
 
     name = "cogvideox_image_to_video"
     pipelines = ("CogVideoXImageToVideoPipeline",)
+    takes_image_noise = True
 
     @classmethod
     @override
@@ -162,7 +164,7 @@ class CogVideoXImageToVideo(CogVideoX):
     @override
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
         samples = super().encode_media(pipe, media)
-        condition = latent_mode(pipe.vae, media["pixels"][:, :, :1])
+        condition = latent_mode(pipe.vae, media.get("first_frame", media["pixels"][:, :, :1]))
         return [{**sample, "condition": x} for sample, x in zip(samples, condition, strict=True)]
 
     @override

@@ -93,6 +93,8 @@ def test_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"captions": ()}, {}, r"captions=\[\] must be one or more caption hashes"),
         ({"captions": ("a cat",)}, {}, "captions=.'a cat'. must be one or more caption hashes"),
         ({"fps": float("nan")}, {}, "fps=nan must be a positive number or None"),
+        ({"weight": 0}, {}, "weight=0 must be a positive number"),
+        ({"use": "test"}, {}, "use='test' must be one of train, prior, validation"),
         ({"tokens": torch.tensor(3)}, {}, "cannot be stored: Object of type Tensor is not JSON"),
         ({}, {"latents": None}, "latents is NoneType: must be a dense tensor"),
         ({}, {"latents": torch.zeros(2, dtype=torch.complex64)}, "latents is torch.complex64 torch.strided on cpu"),

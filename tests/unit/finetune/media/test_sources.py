@@ -62,9 +62,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder(folder: Path) -> None:
     found = find_sources(folder)
     assert found.sources == (
-        Source("a/é 猫.JPG", folder / "a" / "é 猫.JPG", ("windows", "line ends\u2028inside")),
-        Source("b.png", folder / "b.png", ("a cat", "a small cat")),
-        Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",)),
+        Source("a/é 猫.JPG", folder / "a" / "é 猫.JPG", ("windows", "line ends\u2028inside"), origin="a/é 猫.JPG"),
+        Source("b.png", folder / "b.png", ("a cat", "a small cat"), origin="b.png"),
+        Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",), origin="x.png/inside.webp"),
     )
     assert set(found.skipped) == {
         Skipped(folder / "a" / "loop", f"a link to a folder that is read already, as {folder}"),
@@ -166,11 +166,11 @@ def test_jsonl(tmp_path: Path) -> None:
     found = find_sources(file)
     root = tmp_path / "set"
     assert found.sources == (
-        Source("v.mp4#2.5-4", root / "v.mp4", ("x",), start_s=2.5, end_s=4.0),
-        Source("v.mp4#4-", root / "v.mp4", ("x",), start_s=4.0),
-        Source("w.mp4", root / "w.mp4", ("one", "two"), repeats=3),
-        Source("../outside.png", tmp_path / "outside.png", ("out",)),
-        Source("a.png", root / "a.png", ("in",), reference=root / "sub" / "before.png"),
+        Source("v.mp4#2.5-4", root / "v.mp4", ("x",), start_s=2.5, end_s=4.0, origin="v.mp4"),
+        Source("v.mp4#4-", root / "v.mp4", ("x",), start_s=4.0, origin="v.mp4"),
+        Source("w.mp4", root / "w.mp4", ("one", "two"), repeats=3, origin="w.mp4"),
+        Source("../outside.png", tmp_path / "outside.png", ("out",), origin=str(tmp_path / "outside.png")),
+        Source("a.png", root / "a.png", ("in",), reference=root / "sub" / "before.png", origin="a.png"),
     )
     assert found.skipped == (
         Skipped(root / "missing.png", f"does not exist ({file}, line 7)"),
@@ -219,6 +219,7 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "a.png", "captions": ["y", 3]}, "must be a text"),
         ({"file": "a.png", "caption": "\ud800"}, "must be a text"),
         ({"file": "a.png", "caption": 3}, "caption=3 must be a text"),
+        ({"file": "a.png", "caption": ["x", 3]}, "must be a text"),
         ({"file": "a.png", "repeats": 0}, "repeats=0 must be a positive whole number"),
         ({"file": "a.png", "repeats": 1.5}, "repeats=1.5 must be a positive whole number"),
         ({"file": "a.png", "repeats": True}, "repeats=True must be a positive whole number"),
@@ -233,6 +234,7 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "v.mp4", "start_frame": 3}, "start_frame needs frames"),
         ({"file": "v.mp4", "frames": 0}, "frames=0 must be a positive whole number"),
         ({"file": "v.mp4", "start_frame": -1, "frames": 2}, "start_frame=-1 must be a whole number of at least 0"),
+        ({"file": "a.png", "mask": "v.mp4"}, "mask=v.mp4 must be an image"),
         ({"file": "a.png", "reference": "v.txt"}, "reference=v.txt must be an image or a video"),
         (
             {"file": "a.png", "reference": ["b.png", "c.png"]},
@@ -365,7 +367,11 @@ def test_without_pyav_videos_are_refused_at_once(videos: Path, monkeypatch: pyte
 
 
 def test_the_columns_are_those_of_a_source() -> None:
-    fields = set(Source.__dataclass_fields__) - {"id"} | {"caption", "start_frame", "frames"}
+    fields = set(Source.__dataclass_fields__) - {"id", "origin", "sizes", "weight", "use"} | {
+        "caption",
+        "start_frame",
+        "frames",
+    }
     assert set(COLUMNS) == fields
     assert "frame_range" in Entry.__dataclass_fields__
 
@@ -400,3 +406,68 @@ def test_references_of_a_folder(tmp_path: Path) -> None:
     assert "a.reference.png and a.reference.jpg are both references of a: training takes one" in refused(
         tmp_path / "data"
     )
+
+
+def test_masks_of_a_folder_and_of_a_table(tmp_path: Path) -> None:
+    for name in ("a.png", "a.mask.png", "b.png", "b.mask.jpg", "b.reference.png", "c.mask.png"):
+        picture(tmp_path / "data" / name, "a cat" if "." not in name[:-4] else None)
+    (tmp_path / "data" / "v.mp4").write_bytes(b"")
+    (tmp_path / "data" / "v.txt").write_text("a clip")
+    picture(tmp_path / "data" / "v.mask.png", None)
+    found = find_sources(tmp_path / "data")
+    masks = {source.id: source.mask and source.mask.name for source in found.sources}
+    assert masks == {"a.png": "a.mask.png", "b.png": "b.mask.jpg", "v.mp4": "v.mask.png"}
+    assert [source.files for source in found.sources][1] == tuple(
+        tmp_path / "data" / name for name in ("b.png", "b.reference.png", "b.mask.jpg")
+    )
+    assert [(one.file.name, one.reason) for one in found.skipped] == [
+        ("c.mask.png", "a mask, but no image or video is called c")
+    ]
+    rows = table(tmp_path / "data", {"file": "b.png", "caption": "x", "mask": "a.mask.png"})
+    assert [source.mask for source in find_sources(rows).sources] == [tmp_path / "data" / "a.mask.png"]
+    rows = table(tmp_path / "data", {"file": "b.png", "caption": "x", "mask": "gone.png"})
+    assert "gone.png: does not exist" in refused(rows)
+    picture(tmp_path / "data" / "a.mask.jpg", None)
+    assert "a.mask.png and a.mask.jpg are both masks of a: a sample has one mask" in refused(tmp_path / "data")
+    (tmp_path / "data" / "a.mask.jpg").unlink()
+    (tmp_path / "data" / "v.mask.png").rename(tmp_path / "data" / "v.mask.mp4")
+    assert "v.mask.mp4 must be an image: the mask of a clip holds for all of its frames" in refused(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_a_folder_with_metadata_of_hugging_face(tmp_path: Path, name: str) -> None:
+    for file in ("a.png", "sub/b.png", "unlisted.png"):
+        picture(tmp_path / file, None)
+    rows: tuple[Any, ...] = (
+        {"file_name": "a.png", "width": 8, "text": "a cat", "prompt": "ein Hund", "repeats": 2},
+        {"file_name": "sub/b.png", "width": 9, "text": "a dog", "prompt": "eine Katze", "repeats": 1},
+    )
+    if name.endswith(".csv"):
+        rows = ("width,text,file_name,prompt,repeats", "8,a cat,a.png,ein Hund,2", "9,a dog,sub/b.png,eine Katze,1")
+    file = table(tmp_path, *rows, name=name)
+    for path in (tmp_path, file):
+        found = find_sources(path).sources
+        assert [(x.id, x.captions, x.repeats, x.origin) for x in found] == [
+            ("a.png", ("a cat",), 2, "a.png"),
+            ("sub/b.png", ("a dog",), 1, "sub/b.png"),
+        ]
+    if name.endswith(".jsonl"):  # several captions
+        table(tmp_path, {"file_name": "a.png", "text": ["a cat", "a small cat"]}, name="several.jsonl")
+        assert find_sources(tmp_path / "several.jsonl").sources[0].captions == ("a cat", "a small cat")
+    named = find_sources(tmp_path, caption_column="prompt").sources
+    assert [x.captions for x in named] == [("ein Hund",), ("eine Katze",)]
+    with pytest.raises(DataError, match=r"line 1: caption_column=title is none of the (keys|columns) .*prompt"):
+        find_sources(tmp_path, caption_column="title")
+
+
+def test_captions_of_another_column_must_be_named(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", None)
+    table(tmp_path, {"file_name": "a.png", "prompt": "a cat"}, name="metadata.jsonl")
+    assert "name the column of a table (caption_column)" in refused(tmp_path)
+    assert find_sources(tmp_path, caption_column="prompt").sources[0].captions == ("a cat",)
+    own = table(tmp_path, {"file": "a.png", "caption": "x", "prompt": "a cat"})
+    assert "unknown keys 'prompt'; valid: file, caption" in refused(own)
+    assert find_sources(own, caption_column="prompt").sources[0].captions == ("a cat",)
+    (tmp_path / "metadata.jsonl").unlink()
+    with pytest.raises(DataError, match=r"caption_column=prompt is for tables, but .* is a folder without a table"):
+        find_sources(tmp_path, caption_column="prompt")

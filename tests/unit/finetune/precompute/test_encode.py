@@ -51,10 +51,10 @@ def test_references_must_be_of_all_pictures_or_of_none(tmp_path: Path) -> None:
         Image.fromarray(pixels(0, 32, 48)).save(tmp_path / f"{name}.png")
     found = find_sources(tmp_path, captions="optional")
     with pytest.raises(DataError, match=r"b\.png has a reference, and .*a\.png has none: flux2 trains with a ref"):
-        usable(found, family, buckets)
+        usable(found, family, {None: buckets})
     (tmp_path / "a.png").unlink()
-    assert len(usable(find_sources(tmp_path, captions="optional"), family, buckets).sources) == 1
-    assert len(usable(found, load_family("flux", {"pixels": 16}), buckets).sources) == 2  # without references
+    assert len(usable(find_sources(tmp_path, captions="optional"), family, {None: buckets}).sources) == 1
+    assert len(usable(found, load_family("flux", {"pixels": 16}), {None: buckets}).sources) == 2  # without references
 
 
 def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: Path) -> None:
@@ -64,13 +64,13 @@ def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: P
         (tmp_path / name).write_bytes(b"")
     buckets, facts = [Bucket(1, 32, 48), Bucket(5, 32, 48)], {"spatial": 8, "temporal": 4, "patch": [1, 2, 2]}
     found = find_sources(tmp_path, captions="optional")
-    kept = usable(found, load_family("wan_vace", facts), buckets)
+    kept = usable(found, load_family("wan_vace", facts), {None: buckets})
     assert [source.id for source in kept.sources] == ["c.mp4"]
     assert {(one.file.name, one.reason) for one in kept.skipped} == {
         ("a.mp4", "is a video, but its reference a.reference.png is a picture: wan_vace takes two of a kind"),
         ("b.png", "is a picture, but its reference b.reference.mp4 is a video: wan_vace takes two of a kind"),
     }
-    kept = usable(found, load_family("wan", facts), buckets)
+    kept = usable(found, load_family("wan", facts), {None: buckets})
     assert [source.id for source in kept.sources] == ["a.mp4"]
     reason = "has the video {}.reference.mp4 as its reference, but wan takes no control clips"
     assert {(one.file.name, one.reason) for one in kept.skipped} == {

@@ -1,0 +1,1 @@
+"""Unpack archives of media: tar files of webdataset, and parquet files."""

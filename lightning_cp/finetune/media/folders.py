@@ -1,0 +1,160 @@
+"""Find the media of several folders and tables, each with its own settings."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.errors import DataError
+from lightning_cp.finetune.media.archives.unpack import archives_of, unpack
+from lightning_cp.finetune.media.limits import REPEATS
+from lightning_cp.finetune.media.source import Sizes, Skipped, Source, Sources, Use
+from lightning_cp.finetune.media.sources import find_sources
+from lightning_cp.finetune.media.table import METADATA
+
+CAPTION = "{}"  # place of the caption in a template
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFolder:
+    """A folder or table of media, with its own settings.
+
+    Args:
+        path: see `find_sources`. Also a `.tar` file of webdataset, a `.parquet` file, or a pattern that names several.
+        name: first part of its samples' names in the cache. None: no name for the first folder of a data set, and the
+            name of the folder or file for the others. A folder with another name is encoded again.
+        repeats: number of times that an epoch shows each sample, in addition to the repeats in a table.
+        sizes: pairs (height, width) to crop to; None: those of the whole data set.
+        weight: weight of its samples in the loss.
+        use: `train`; `prior`: pictures of the class for prior preservation, which are trained on and never held out;
+            `validation`: the validation set, which is not trained on.
+        caption_column: column of a table with the captions, if it is not `caption`, `captions` or `text`.
+        caption: template of the captions, with `{}` in place of the file's caption. Without `{}`, it is the caption of
+            all files.
+        replace: texts to replace in the files' captions, and the texts to put there.
+    """
+
+    path: Path
+    name: str | None = None
+    repeats: int = 1
+    sizes: Sizes | None = None
+    weight: float = 1.0
+    use: Use = "train"
+    caption_column: str | None = None
+    caption: str = CAPTION
+    replace: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: str | Mapping[str, Any]) -> DataFolder:
+        """Return the folder of a setting: its path, or a mapping of fields to plain values."""
+        if isinstance(settings, str):
+            return cls(path=Path(settings))
+        sizes = settings.get("sizes")
+        pairs = None if sizes is None else tuple((int(height), int(width)) for height, width in sizes)
+        return cls(**{**settings, "path": Path(settings["path"]), "sizes": pairs})
+
+    def captioned(self, captions: Sequence[str]) -> tuple[str, ...]:
+        """Return the captions to train with, for the captions of a file."""
+        if CAPTION not in self.caption:
+            return (self.caption,)
+        for old, new in self.replace.items():
+            captions = [caption.replace(old, new) for caption in captions]
+        return tuple(self.caption.replace(CAPTION, caption).strip() for caption in captions)
+
+
+def find_in_folders(
+    folders: Sequence[DataFolder], *, captions: str = "required", unpack_to: Path | None = None, **options: Any
+) -> Sources:
+    """Find the media of all folders.
+
+    Args:
+        folders: at least one; their order does not matter, except for the default of `DataFolder.name`.
+        unpack_to: folder that archives (`.tar`, `.parquet`) are unpacked to; None: they are refused.
+        captions, options: see `find_sources`.
+    Raises: DataError: also if samples of two folders would have one name, no folder is trained on, or a file of the
+        validation set is trained on, too.
+    """
+    named = [(_unpacked(folder, unpack_to), name) for folder, name in _named(folders)]
+    if all(folder.use == "validation" for folder in folders):
+        raise DataError(f"use=validation is set for each of the {len(folders)} folders: none is left to train on")
+    origins = dict[Path, str]()  # the same folder, given twice, has the same files
+    sources, skipped = list[Source](), list[Skipped]()
+    for folder, name in named:
+        has_own = CAPTION not in folder.caption
+        rule: Any = "optional" if has_own else captions
+        found = find_sources(folder.path, captions=rule, caption_column=folder.caption_column, **options)
+        origin = origins.setdefault(folder.path.resolve(), name)
+        sources += [_with_settings(source, folder, name, origin) for source in found.sources]
+        skipped += found.skipped
+    _check_validation(sources)
+    return Sources(tuple(sources), tuple(dict.fromkeys(skipped)))
+
+
+def _unpacked(folder: DataFolder, unpack_to: Path | None) -> DataFolder:
+    """Return a folder of files in place of one of archives."""
+    if unpack_to is None or not archives_of(folder.path):
+        return folder
+    path = unpack(folder.path, unpack_to, caption_column=folder.caption_column)
+    # captions of tar files are in text files now
+    column = folder.caption_column if (path / METADATA[0]).is_file() else None
+    return replace(folder, path=path, caption_column=column)
+
+
+def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
+    """Yield each folder with its name. Raises: DataError: two names are equal."""
+    seen = dict[str, Path]()
+    for i, folder in enumerate(folders):
+        name = folder.name
+        if name is None:
+            name = _default_name(Path(os.path.abspath(folder.path))) if i else ""
+        if name in seen:
+            raise DataError(
+                f"{seen[name]} and {folder.path} both have the name {name!r} in the cache: give one of them another, "
+                "such as name=second"
+            )
+        seen[name] = folder.path
+        yield folder, name
+
+
+def _default_name(path: Path) -> str:
+    """Return the name of a folder, of a table or an archive without its suffix, or of the folder of a pattern."""
+    if glob.has_magic(path.name):
+        return path.parent.name
+    return path.name if path.is_dir() else path.stem
+
+
+def _with_settings(source: Source, folder: DataFolder, name: str, origin: str) -> Source:
+    repeats = source.repeats * folder.repeats
+    if repeats > REPEATS:
+        raise DataError(f"{source.file}: repeats={repeats} of its table and its folder must be at most {REPEATS}")
+    return replace(
+        source,
+        id=f"{name}/{source.id}" if name else source.id,
+        origin=f"{origin}/{source.origin}" if origin else source.origin,
+        captions=folder.captioned(source.captions),
+        repeats=repeats,
+        sizes=folder.sizes,
+        weight=folder.weight,
+        use=folder.use,
+    )
+
+
+def _check_validation(sources: Sequence[Source]) -> None:
+    """Raise DataError if two samples have one id, or a file is trained on and in the validation set."""
+    ids, held_out = dict[str, Source](), {x.file.resolve() for x in sources if x.use == "validation"}
+    for source in sources:
+        other = ids.setdefault(source.id, source)
+        if other is not source:
+            raise DataError(
+                f"{other.file} and {source.file} would both be called {source.id} in the cache: set another name for "
+                "one of the folders, such as name=second"
+            )
+        if source.use != "validation" and source.file.resolve() in held_out:
+            raise DataError(
+                f"{source.file} is in the validation set and is trained on: take it out of one of the folders, or set "
+                "data.validation in place of use=validation"
+            )
