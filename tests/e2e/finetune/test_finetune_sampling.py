@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from PIL import Image
 
 from tests.e2e.finetuning import write_cache
-from tests.e2e.recipe import Finished, error_of, run
+from tests.e2e.recipe import ROOT, Finished, error_of, run
 from tests.families.cases import CASES
+from tests.harness import warm
 
 _, HEIGHT, WIDTH = CASES["flux"].size
 PROMPTS = ("wave number 1", "a red fox")
@@ -82,14 +85,45 @@ def test_plain_diffusers_draws_equal_pictures(flux: Path, options: tuple[str, ..
     assert _differences(pipe, finished.folder) == [0, 0]
 
 
-def _differences(pipe: Any, folder: Path) -> list[int]:
-    """Return how many values of 8 bits differ between the run's last pictures and a pipeline's."""
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [(), ("strategy=cp", "ring=2", "pipe=2")], ids=["alone", "pipe"])
+def test_the_recipe_samples_with_trained_weights_and_adapters_on_them(flux: Path, ranks: tuple[str, ...]) -> None:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    whole = _tune(flux, f"whole{len(ranks)}", "lora=null", *PICTURES, "sampling.every=3")
+    adapter = _tune(flux, f"adapter{len(ranks)}", "lora.rank=4", "lora.alpha=32", "lora.dropout=0.5")
+    pipe: Any = FluxPipeline.from_pretrained(flux / "pipe")
+    pipe.transformer = FluxTransformer2DModel.from_pretrained(whole.folder / "transformer")
+    assert _sampled(flux, f"trained{len(ranks)}", whole.folder, *ranks) == _differences(pipe, whole.folder) == [0, 0]
+    lora = ("lora=last", "lora_scale=0.5")
+    assert min(_sampled(flux, f"adapted{len(ranks)}", whole.folder, *ranks, *lora)) > 0
+    pipe.load_lora_weights(adapter.folder / "lora", adapter_name="a")
+    pipe.set_adapters(["a"], [0.5])
+    assert _differences(pipe, flux / f"adapted{len(ranks)}", "samples") == [0, 0]
+
+
+def _sampled(made: Path, name: str, trained: Path, *overrides: str) -> list[int]:
+    """Sample the prompts with the weights of a run. Returns: see `_differences`, between the files and the run's."""
+    folder = made / name
+    given = (f"source={made / 'pipe'}", f"transformer={trained}", f"prompts=[{','.join(PROMPTS)}]", f"run_dir={folder}")
+    size = (f"+call.height={HEIGHT}", f"+call.width={WIDTH}", "num_inference_steps=2", "accelerator=cpu")
+    command = [sys.executable, str(ROOT / "recipes/sample.py"), *given, *size, f"output_root={made}", *overrides]
+    ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pictures = [
+        [Image.open(x / f"{i:04d}.png") for i in range(2)] for x in (folder / "samples", trained / "samples/final")
+    ]
+    return [int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(*pictures)]
+
+
+def _differences(pipe: Any, folder: Path, pictures: str = "samples/final") -> list[int]:
+    """Return how many values of 8 bits differ between a run's pictures and a pipeline's."""
     pipe.set_progress_bar_config(disable=True)
     found = []
     for i, prompt in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(i)
         drawn = pipe(prompt, height=HEIGHT, width=WIDTH, num_inference_steps=2, generator=generator).images[0]
-        kept = Image.open(folder / f"samples/final/{i:04d}.png")
+        kept = Image.open(folder / pictures / f"{i:04d}.png")
         found.append(int((np.asarray(drawn) != np.asarray(kept)).sum()))
     return found
 

@@ -17,7 +17,7 @@ from lightning_cp.families import family_for
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.families.image.sd3 import StableDiffusion3
 from lightning_cp.finetune.lora import LoraSettings, add_lora, lora_state
-from lightning_cp.finetune.lora_file import load_lora
+from lightning_cp.finetune.lora_file import load_loras
 from tests.families.cases import made
 from tests.models import TINY
 from tests.pretrained import inputs
@@ -285,7 +285,7 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
                 x.normal_(generator=torch.Generator().manual_seed(len(name)))
     save_lora(trained.transformer_2, tmp_path, component="transformer_2")
     pipe = deepcopy(made("wan_two_experts"))
-    load_lora(pipe, tmp_path / "pytorch_lora_weights.safetensors")
+    load_loras(pipe, [tmp_path / "pytorch_lora_weights.safetensors"], [1])
     assert not getattr(pipe.transformer, "peft_config", None)
     by_card = deepcopy(made("wan_two_experts"))
     exec(load_line("transformer_2"), {"pipe": by_card, "folder": str(tmp_path)})
@@ -297,7 +297,7 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.allclose(outputs[0], outputs[3])
     with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
-        load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")
+        load_loras(deepcopy(made("wan")), [tmp_path / "pytorch_lora_weights.safetensors"], [1])
 
 
 def test_layers_have_ranks_of_their_own() -> None:
@@ -343,4 +343,46 @@ def test_a_lora_of_which_a_pipeline_takes_nothing_is_refused(component: str, tmp
     add_lora(model, LoraSettings(rank=2))
     save_lora(model, tmp_path, component=component)
     with pytest.raises(ValueError, match=f"has no weights of this WanPipeline, .* its first is {component}.blocks.0."):
-        load_lora(deepcopy(made("wan")), tmp_path / LORA_FILE)
+        load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
+
+
+def test_several_loras_add_their_outputs_by_strength_and_drop_nothing(tmp_path: Path) -> None:
+    pipe, expected, strengths = deepcopy(made("wan")), deepcopy(made("wan").transformer), (0.5, -2.0)
+    files = []
+    for i, (strength, targets) in enumerate(zip(strengths, (["attn1.to_q"], ["attn1.to_q", "attn1.to_v"]))):
+        model = deepcopy(made("wan").transformer)
+        names = add_lora(model, LoraSettings(rank=2 + i, alpha=3, targets=targets, dropout=0.9))
+        for name in names:
+            layer = model.get_submodule(name)
+            a, b = layer.lora_A["default"].weight.data.normal_(), layer.lora_B["default"].weight.data.normal_()
+            expected.get_submodule(name).weight.data += strength * 3 / (2 + i) * b @ a
+        save_lora(model, tmp_path / f"{i}")
+        files.append(tmp_path / f"{i}" / LORA_FILE)
+    load_loras(pipe, files, strengths)
+    assert not any(layer.training for layer in pipe.transformer.modules())
+    channels = expected.config.in_channels, expected.config.text_dim
+    values = torch.ones(1, channels[0], 1, 4, 4), torch.tensor([500.0]), torch.ones(1, 3, channels[1])
+    found, summed, base = (
+        x(*values, return_dict=False)[0] for x in (pipe.transformer, expected, made("wan").transformer)
+    )
+    torch.testing.assert_close(found, summed, rtol=1e-4, atol=1e-5)
+    assert (found - base).norm() > 0.01 * base.norm()
+    plain = deepcopy(made("wan"))
+    plain.load_lora_weights(files[0])  # by diffusers alone, which adds layers in training mode
+    outputs = [plain.transformer(*values, return_dict=False)[0] for _ in range(2)]
+    assert torch.equal(*outputs)
+
+
+def test_a_lora_of_which_a_layer_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = wan()
+    add_lora(model, LoraSettings(rank=2, targets=["attn1.to_q"]))
+    save_lora(model, tmp_path)
+    tensors = load_file(tmp_path / LORA_FILE)
+    for changed, message in (
+        ({name.replace("blocks.1", "blocks.7"): x for name, x in tensors.items()}, "has no layer blocks.7.attn1.to_q"),
+        ({name: x[:, 1:] if "lora_A" in name else x for name, x in tensors.items()}, r"but the layer .* 48 inputs and"),
+        ({name: x[1:] if "lora_B" in name else x for name, x in tensors.items()}, "but the layer of .* 48 outputs"),
+    ):
+        save_file({name: x.contiguous() for name, x in changed.items()}, tmp_path / LORA_FILE)
+        with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
+            load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
