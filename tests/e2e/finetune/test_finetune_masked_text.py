@@ -38,7 +38,7 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
     drawing += tuple(f"+sampling.call.{name}={value}" for name, value in call.items())
     if case.endswith("_image_to_video"):
         Image.fromarray(frames_of(1, CASES[case].size)[0]).save(made / "first.png")
-        drawing += (f"sampling.images=[{made / 'first.png'}]",)
+        drawing += (f"sampling.prompts=[{{prompt: wave number 1, image: {made / 'first.png'}}}]",)
     alone = tune(made, "alone", *settings, *drawing, experiment=experiment)
     here = tune(made, "three", *settings, "strategy=cp", "ring=3", experiment=experiment)
     assert here.losses == pytest.approx(alone.losses, rel=1e-4)
