@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
 def load_loras(pipe: Any, files: Sequence[str | Path], scales: Sequence[float]) -> None:
     """Load adapters into a pipeline, each weight into the model that it was trained for, with their strengths.
 
-    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, and HunyuanVideo 1.5 has none.
+    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, refuses LoKr for most pipelines, and
+    HunyuanVideo 1.5 has none.
 
     Args:
         pipe: pipeline, or another object with `components` and their names as attributes.
@@ -97,7 +99,7 @@ def _load_lora(pipe: Any, file: Path, adapter: str) -> None:
         _check_layers(f"lora={file}", name, getattr(pipe, name, None), tensors)
     where: dict[str, Any] = {"weight_name": file.name, "adapter_name": adapter}
     if components != {SECOND_EXPERT}:
-        if hasattr(pipe, "load_lora_weights"):
+        if hasattr(pipe, "load_lora_weights") and not is_lokr(tensors):
             pipe.load_lora_weights(str(file.parent), **where)
         else:
             pipe.transformer.load_lora_adapter(str(file.parent), prefix="transformer", **where)
@@ -115,13 +117,18 @@ def _load_lora(pipe: Any, file: Path, adapter: str) -> None:
         )
 
 
+def is_lokr(names: Iterable[str]) -> bool:
+    """Return whether the weights of a file are Kronecker products: most pipelines' `load_lora_weights` refuse them."""
+    return any(".lokr_" in name for name in names)
+
+
 def _check_layers(setting: str, component: str, model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Check that a model has all layers of a file, with its shapes: diffusers logs what it does not load."""
     if not isinstance(model, nn.Module):
         return
     layers = dict(model.named_modules())
     for name, x in tensors.items():
-        layer, kind, _ = name.removeprefix(f"{component}.").partition(".lora_")
+        layer, *kind = re.split(r"\.(lora_|lokr_)", name.removeprefix(f"{component}."), maxsplit=1)
         if not kind or not name.startswith(f"{component}."):
             continue
         if layer not in layers:

@@ -28,6 +28,7 @@ _SETTINGS = (
     Setting("lora.dropout", Number(minimum=0, below=1)),
     Setting("lora.alpha", Either(_NULL, Number(above=0))),
     Setting("lora.dora", OneOf((True, False))),
+    Setting("lora.lokr", Either(OneOf((None, -1)), Integer(2))),
     Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
     Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
@@ -115,9 +116,15 @@ def _check_lora(config: DictConfig) -> None:
             f"lora.ranks={show(ranks)} is not valid: must be null, or whole numbers of at least 1 by the ends of "
             "layers' names, such as {to_q: 8}"
         )
-    if file is not None and (ranks or dora):
-        name = "lora.ranks" if ranks else "lora.dora"
+    lokr = read(config, "lora.lokr")
+    plain_only = {"lora.ranks": ranks, "lora.dora": dora, "lora.lokr": lokr}
+    if file is not None and (name := next((name for name, value in plain_only.items() if value), None)):
         raise SettingsError(f"{name} does not work with lora.file: only a plain LoRA of one rank is continued")
+    for name in ("lora.dora", "lora.dropout", "lora.lr_ratio"):
+        if lokr is not None and read(config, name):
+            raise SettingsError(
+                f"{name}={show(read(config, name))} does not work with lora.lokr: leave one of them out"
+            )
     if dora and shards_weights(config):
         raise SettingsError(
             "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"

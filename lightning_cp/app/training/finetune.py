@@ -191,7 +191,8 @@ class FineTune(TrainingSetup):
             adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
             component=components_of(config)[0],
             other_components=components_of(config)[1:],
-            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights"),
+            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights")
+            and (config.lora is None or config.lora.lokr is None),
             losses=self.validation_losses,
         )
 
@@ -276,7 +277,7 @@ def _rank_and_alpha(run: Run) -> dict[str, float]:
     transformer = next(iter(named_transformers(run.tuning.transformer, run.tuning.component).values()))
     model: Any = diffusers_model_of(transformer)
     (adapter,) = model.peft_config.values()
-    return {"rank": adapter.r, "alpha": adapter.lora_alpha}
+    return {"rank": adapter.r, "alpha": getattr(adapter, "lora_alpha", None) or adapter.alpha}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
