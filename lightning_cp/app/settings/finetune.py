@@ -3,13 +3,18 @@
 Imports neither torch nor diffusers.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
+from lightning_cp.app.settings.components import (
+    check_components,
+    check_quantised,
+    check_transformers,
+    components_of,
+    read_file,
+)
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
@@ -23,7 +28,8 @@ _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
     Setting("model.compile", OneOf((True, False))),
-    Setting("model.quantize", OneOf((None, "int8"))),
+    Setting("model.offload", OneOf((True, False))),
+    Setting("model.quantize", OneOf((None, "int8", "fp8", "nf4"))),
     Setting("lora.rank", Either(_NULL, Integer(1))),
     Setting("lora.dropout", Number(minimum=0, below=1)),
     Setting("lora.alpha", Either(_NULL, Number(above=0))),
@@ -77,6 +83,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     _check_lora(config)
     _check_lists(config)
     _check_quantize(config)
+    _check_offload(config)
     check_prompts(config)
     check_transformers(config)
     samples = _check_data(config)
@@ -122,9 +129,7 @@ def _check_lora(config: DictConfig) -> None:
         raise SettingsError(f"{name} does not work with lora.file: only a plain LoRA of one rank is continued")
     for name in ("lora.dora", "lora.dropout", "lora.lr_ratio"):
         if lokr is not None and read(config, name):
-            raise SettingsError(
-                f"{name}={show(read(config, name))} does not work with lora.lokr: leave one of them out"
-            )
+            raise SettingsError(f"{name}={show(read(config, name))} does not work with lora.lokr: leave one out")
     if dora and shards_weights(config):
         raise SettingsError(
             "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"
@@ -165,18 +170,30 @@ def _check_lists(config: DictConfig) -> None:
 
 
 def _check_quantize(config: DictConfig) -> None:
-    if read(config, "model.quantize") is None:
+    quantize = read(config, "model.quantize")
+    if quantize is not None:
+        check_quantised(config, f"model.quantize={quantize} gives quantised weights")
+
+
+def _check_offload(config: DictConfig) -> None:
+    if not read(config, "model.offload"):
         return
-    check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
-    try:
-        spec = importlib.util.find_spec("optimum.quanto")
-    except ModuleNotFoundError:  # optimum
-        spec = None
-    if spec is None:
-        raise SettingsError(
-            "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
-            "use model.quantize=null"
-        )
+    reasons = {
+        "lora=null": (config.get("lora") is None, "only frozen weights are kept in host memory: use lora.rank"),
+        "strategy=cp_fsdp": (shards_weights(config), "it shards the weights instead: use strategy=cp"),
+        "model.component with two experts": (
+            len(components_of(config)) > 1,
+            "frozen weights are in host memory anyway",
+        ),
+        "model.compile=true": (read(config, "model.compile"), "compiled blocks cannot get other weights"),
+        "activation_checkpointing=none": (
+            read(config, "activation_checkpointing") == "none",
+            "backward would keep the weights of all blocks on the device: use activation_checkpointing=full",
+        ),
+    }
+    for setting, (refused, reason) in reasons.items():
+        if refused:
+            raise SettingsError(f"model.offload=true does not work with {setting}: {reason}")
 
 
 def _check_data(config: DictConfig) -> int | None:

@@ -30,6 +30,7 @@ from lightning_cp.finetune.experts import Experts, named_transformers
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
+from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
@@ -109,6 +110,8 @@ class FineTune(TrainingSetup):
     def _prepared(self, model: nn.Module) -> nn.Module:
         model.train()
         self.checkpointed(model)
+        if self.config.model.offload:
+            offload_blocks(model)
         if self.config.model.compile:
             compile_blocks(model)
         return model
@@ -147,7 +150,8 @@ class FineTune(TrainingSetup):
         source = self.config.model.pretrained
         names = components_of(self.config) if side is None else ["transformer"]
         files = describe_files(source, names)
-        return ", ".join(f"{name} {files.get(name, source)}" for name in sorted(names))
+        weights = f" in {self.config.model.quantize}" if self.config.model.quantize is not None else ""
+        return ", ".join(f"{name} {files.get(name, source)}{weights}" for name in sorted(names))
 
     @override
     def validate(self, run: Run) -> float | None:

@@ -52,6 +52,10 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
         pytest.param(("trainer=lightning", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),
         pytest.param(("precision=bf16-mixed", "strategy=cp_fsdp", "ring=3"), marks=pytest.mark.full),
         pytest.param(("model.dtype=bfloat16", "strategy=cp", "ring=2"), marks=pytest.mark.full),
+        pytest.param(("model.quantize=nf4", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),
+        pytest.param(
+            ("model.offload=true", "activation_checkpointing=full", "strategy=cp", "ring=2"), marks=pytest.mark.full
+        ),
     ],
     ids=" ".join,
 )
