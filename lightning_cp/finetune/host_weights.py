@@ -114,6 +114,12 @@ class HostWeights:
         self._ready.pop(i, None)
 
 
+def named_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a transformer by name: the items of its own lists of modules."""
+    lists = ((name, child) for name, child in transformer.named_children() if isinstance(child, nn.ModuleList))
+    return {f"{name}.{i}": block for name, blocks in lists for i, block in enumerate(blocks)}
+
+
 def offload_blocks(transformer: nn.Module) -> HostWeights:
     """Keep the frozen weights of a transformer's blocks in host memory; those of one or two are on the device.
 
@@ -123,7 +129,7 @@ def offload_blocks(transformer: nn.Module) -> HostWeights:
     Raises: ValueError: it has no activation checkpointing, is compiled, or has no lists of blocks.
     """
     kind = type(transformer).__name__
-    blocks = [x for child in transformer.children() if isinstance(child, nn.ModuleList) for x in child]
+    blocks = list(named_blocks(transformer).values())
     if not blocks:
         raise ValueError(f"{kind} has no lists of blocks, so there is nothing to keep in host memory")
     if not getattr(transformer, "is_gradient_checkpointing", False):

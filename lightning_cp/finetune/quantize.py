@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from math import ceil
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from typing_extensions import override
 
-_BLOCKS = "*blocks.*"  # names of the layers that are quantised
+from lightning_cp.finetune.host_weights import named_blocks
+
 _SCALE = torch.float32
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -201,7 +201,10 @@ def quantize_base(transformer: nn.Module, weights: str = "int8") -> None:
         raise ValueError(f"weights={weights!r} must be one of {', '.join(FORMATS)}")
     if getattr(transformer, "peft_config", None):
         raise ValueError(f"{type(transformer).__name__} has adapters: quantise it before add_lora")
-    layers = [(name, x) for name, x in transformer.named_modules() if type(x) is nn.Linear and fnmatch(name, _BLOCKS)]
+    blocks = named_blocks(transformer).items()
+    layers = [
+        (name, x) for path, block in blocks for name, x in block.named_modules(prefix=path) if type(x) is nn.Linear
+    ]
     if not layers:
         raise ValueError(f"{type(transformer).__name__} has no blocks with linear layers to quantise")
     for name, layer in layers:

@@ -111,8 +111,8 @@ class TrainState:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if saved.facts.get("base", self.base) != self.base:
             raise CheckpointError(
-                f"{folder} was trained on other frozen weights than those of model.pretrained and model.component: use "
-                "the settings of the checkpoint's run (its .hydra/config.yaml)"
+                f"{folder} was trained on other frozen weights than those of model.pretrained, model.component and "
+                "model.quantize: use the settings of the checkpoint's run (its .hydra/config.yaml)"
             )
         if not is_sharded:
             check_same_tensors(_shapes(states), _shapes(saved.states), folder)

@@ -93,8 +93,7 @@ def test_a_model_is_that_of_the_dequantised_weights(weights: str, name: str) -> 
     base = plain(**inputs(name), return_dict=False)[0]
     quantize_base(model, weights)
     layers = {path: x for path, x in model.named_modules() if isinstance(x, QuantizedLinear)}
-    assert layers
-    assert all("blocks." in path for path in layers)
+    assert layers.keys() == {path for path, x in plain.named_modules() if type(x) is nn.Linear and "blocks." in path}
     for path, layer in layers.items():
         plain.get_submodule(path).weight.data = layer.dequantized()
         assert layer.weight.shape == layer.dequantized().shape
@@ -118,6 +117,13 @@ def test_a_compiled_layer_computes_the_same(weights: str) -> None:
         output.square().sum().backward()
         results.append((output, given.grad))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_blocks_are_found_whatever_the_name_of_their_list() -> None:
+    model = TINY["z_image"].build()
+    quantize_base(model, "nf4")
+    lists = {path.split(".")[0] for path, x in model.named_modules() if isinstance(x, QuantizedLinear)}
+    assert lists == {"noise_refiner", "context_refiner", "layers"}
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
