@@ -93,7 +93,10 @@ def save_lora(
         layers = get_peft_model_state_dict(model, state_dict=get_model_state_dict(model), adapter_name=adapter)
         # the adapter only: the base stays sharded
         state |= {f"{name}.{layer}": x for layer, x in gather_on_first_rank(layers).items()}
-        metadata |= {f"{name}.{key}": x for key, x in adapters[adapter].to_dict().items()}
+        settings = adapters[adapter].to_dict()
+        if "lora_dropout" in settings:
+            settings["lora_dropout"] = 0.0  # diffusers would drop elements in sampling
+        metadata |= {f"{name}.{key}": x for key, x in settings.items()}
 
     def write() -> None:
         with atomic_folder(Path(folder)) as scratch:

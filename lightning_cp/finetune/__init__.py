@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import hold_out
     from lightning_cp.finetune.divided_data import divided_loader
+    from lightning_cp.finetune.host_weights import offload_blocks
     from lightning_cp.finetune.load import load_transformer, meta_transformer
     from lightning_cp.finetune.lora import LoraSettings, add_lora
     from lightning_cp.finetune.module import FineTuning
@@ -34,6 +35,7 @@ __all__ = [
     "load_transformer",
     "meta_transformer",
     "new_controlnet",
+    "offload_blocks",
     "quantize_base",
     "split_validation",
 ]
@@ -55,6 +57,7 @@ _HOMES = {
     "load_transformer": "load",
     "meta_transformer": "load",
     "new_controlnet": "control_pipeline",
+    "offload_blocks": "host_weights",
     "quantize_base": "quantize",
     "split_validation": "validation",
 }

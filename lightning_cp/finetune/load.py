@@ -56,6 +56,23 @@ def load_transformer(
     return model
 
 
+def load_exported(folder: str | Path, *, dtype: torch.dtype) -> nn.Module:
+    """Load a model that fine-tuning or `save_pretrained` has written, in eval mode, on the CPU.
+
+    Raises: ValueError: a file is missing, damaged or of another model, or the class is not one of diffusers.
+    """
+    import diffusers
+
+    path = Path(folder)
+    config = read_json(path / "config.json")
+    kind = getattr(diffusers, str(config.get("_class_name")), None)
+    if kind is None:
+        raise ValueError(f"{path} has a {config.get('_class_name')}, which is not a model of diffusers")
+    _check_names(_on_meta(kind, config, dtype), find_weights(path))
+    model: nn.Module = kind.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
+    return model.eval()
+
+
 def meta_transformer(
     source: str | Path,
     component: str = "transformer",

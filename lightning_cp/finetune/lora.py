@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.lora_file import LoraFile, read_lora
-from lightning_cp.finetune.lora_targets import matched_layers, ranks_of_layers
+from lightning_cp.finetune.lora_targets import matched_layers, named_layers, ranks_of_layers
+from lightning_cp.finetune.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.training.ema import full_tensor
 
-ADAPTER = "default"  # name of the adapter in the transformer
 _RANK = 16  # of a new adapter
 _NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,13 +31,16 @@ class LoraSettings:
         rank: rank of the matrices; None: that of `file`, or 16.
         alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
         targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
-            family's, or those of `file`; "all-linear": every linear layer.
+            family's, or those of `file`; "all-linear": every linear layer. In a list, "default" means the family's and
+            "text" the layers of the text stream of a model with joint attention.
         dropout: probability of dropping an element of an adapter's input, in [0, 1). On shards, each rank draws its
             own elements from the shared random state.
         file: LoRA in diffusers' format to continue, or a folder with one.
         ranks: ranks of layers by the ends of their names, in place of `rank`; the last one that matches counts. Without
             `alpha`, the scale of each layer is 1.
         dora: train the norms of the adapted layers' weights, too (DoRA, arXiv:2402.09353).
+        lokr: train Kronecker products in place of a LoRA (LoKr, arXiv:2309.14859): the size of the first factor, if it
+            divides that of the layer; -1 makes both factors about equally large. `rank` is that of the second factor.
     Raises: ValueError: an invalid value.
     """
 
@@ -49,6 +51,7 @@ class LoraSettings:
     file: str | Path | None = None
     ranks: Mapping[str, int] | None = None
     dora: bool = False
+    lokr: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
@@ -56,10 +59,15 @@ class LoraSettings:
         for name, rank in (self.ranks or {}).items():
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
                 raise ValueError(f"lora.ranks={dict(self.ranks or {})}: {name} must be an integer of at least 1")
-        if self.file is not None and (self.ranks or self.dora):
+        if self.file is not None and (self.ranks or self.dora or self.lokr is not None):
             raise ValueError(
-                "lora.ranks and lora.dora do not work with lora.file: only a LoRA of one rank is continued"
+                "lora.ranks, lora.dora and lora.lokr do not work with lora.file: only a LoRA of one rank is continued"
             )
+        if self.lokr is not None:
+            if isinstance(self.lokr, bool) or not isinstance(self.lokr, int) or (self.lokr < 2 and self.lokr != -1):
+                raise ValueError(f"lora.lokr={self.lokr!r} must be an integer of at least 2, -1, or None")
+            if self.dora or self.dropout:
+                raise ValueError("lora.dora and lora.dropout do not work with lora.lokr: leave one of them out")
         if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
             raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
@@ -105,7 +113,7 @@ def add_lora(
         ImportError: peft is not installed.
     """
     model: Any = transformer
-    peft = _import_peft()
+    _check_peft()
     if not hasattr(model, "add_adapter"):
         raise ValueError(f"diffusers has no adapters for {type(model).__name__}: train all weights (lora=null)")
     if getattr(model, "peft_config", None):
@@ -119,22 +127,32 @@ def add_lora(
         raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
-        model.add_adapter(
-            peft.LoraConfig(
-                r=rank,
-                lora_alpha=alpha,
-                target_modules=names,
-                lora_dropout=settings.dropout,
-                bias="none",
-                rank_pattern=ranks,
-                alpha_pattern=ranks if settings.alpha is None else {},
-                use_dora=settings.dora,
-            ),
-            ADAPTER,
-        )
+        model.add_adapter(_config(settings, names, rank, alpha, ranks), ADAPTER)
     for name in names:
-        _set_matrices(model.get_submodule(name), name, None if file is None else file.layers[name], seed)
+        layer = model.get_submodule(name)
+        if settings.lokr is None:
+            set_matrices(layer, name, None if file is None else file.layers[name], seed)
+        else:
+            set_factors(layer, name, seed)
     return names
+
+
+def _config(settings: LoraSettings, names: list[str], rank: int, alpha: float, ranks: dict[str, int]) -> Any:
+    """Return peft's config of the adapter. Args: ranks: those of layers with another rank."""
+    from peft import LoKrConfig, LoraConfig
+
+    patterns = {"rank_pattern": ranks, "alpha_pattern": ranks if settings.alpha is None else {}}
+    if settings.lokr is not None:
+        return LoKrConfig(r=rank, alpha=alpha, target_modules=names, decompose_factor=settings.lokr, **patterns)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=names,
+        lora_dropout=settings.dropout,
+        bias="none",
+        use_dora=settings.dora,
+        **patterns,
+    )
 
 
 def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
@@ -142,11 +160,11 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
 
     Ranks: all that hold a shard of the transformer.
     """
-    part, norms = f".{ADAPTER}.", f"{_NORMS}.{ADAPTER}.weight"
+    part, norms = re.compile(rf"\.{ADAPTER}\b"), f"{_NORMS}.{ADAPTER}.weight"
     return {
-        name.replace(norms, _NORMS).replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
+        part.sub("", name.replace(norms, _NORMS)): full_tensor(x.detach()).to("cpu", copy=True)
         for name, x in transformer.named_parameters()
-        if any(f".{kind}{part}" in name for kind in ("lora_A", "lora_B", _NORMS))
+        if re.search(rf"\.(lora_A|lora_B|{_NORMS}|lokr_\w+)\.{ADAPTER}\b", name)
     }
 
 
@@ -154,12 +172,12 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _import_peft() -> Any:
+def _check_peft() -> None:
+    """Raise ImportError if peft is not installed."""
     try:
-        import peft
+        import peft  # noqa: F401
     except ImportError:
         raise ImportError("LoRA needs the package peft: pip install 'lightning-cp[finetune]'") from None
-    return peft
 
 
 def _layers_to_adapt(
@@ -167,7 +185,8 @@ def _layers_to_adapt(
 ) -> list[str]:
     """Return the names of the layers to adapt, in the model's order. Raises: ValueError: see `add_lora`."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
-    wanted = None if settings.targets is None else matched_layers(settings.targets, layers, type(model).__name__)
+    default = Family.lora_targets if family is None else family.lora_targets
+    wanted = None if settings.targets is None else named_layers(settings.targets, layers, type(model).__name__, default)
     if file is not None:
         _check_fits(file, layers, type(model).__name__)
         if settings.rank not in (None, file.rank):
@@ -185,8 +204,7 @@ def _layers_to_adapt(
         return [name for name in layers if name in file.layers]
     if wanted is not None:
         return wanted
-    targets = Family.lora_targets if family is None else family.lora_targets
-    return matched_layers(targets, layers, type(model).__name__, every=False)
+    return matched_layers(default, layers, type(model).__name__, every=False)
 
 
 def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> None:
@@ -214,21 +232,3 @@ def _checked_alpha(settings: LoraSettings, file: LoraFile | None, rank: int) -> 
             f"lora.alpha={settings.alpha} differs from alpha={saved} of lora.file={file.path}: leave lora.alpha unset"
         )
     return saved or settings.alpha or rank
-
-
-def _set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, seed: int) -> None:
-    """Replace an adapted layer's matrices by float32 ones: given ones, or random and zero."""
-    a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    device = a.weight.device if not a.weight.is_meta else torch.device("cpu")
-    if values is None:
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        first = torch.empty(a.weight.shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)  # as peft does
-        values = first, torch.zeros(b.weight.shape, dtype=torch.float32)
-    for matrix, value in zip((a, b), values, strict=True):
-        matrix.weight = nn.Parameter(value.to(device, torch.float32, copy=True))
-    if ADAPTER in layer.lora_magnitude_vector:  # DoRA: the norms with these matrices, in float32
-        layer.lora_magnitude_vector[ADAPTER].update_layer(
-            base_layer=layer.get_base_layer(), lora_A=a.weight, lora_B=b.weight, scaling=layer.scaling[ADAPTER]
-        )

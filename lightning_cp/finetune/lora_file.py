@@ -1,13 +1,15 @@
-"""Read a LoRA in diffusers' format, to continue its training."""
+"""Read a LoRA in diffusers' format, to continue its training, or to sample with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cp.export import LORA_FILE
 from lightning_cp.files import check_regular, parse_json
@@ -62,34 +64,88 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
 
 
-def load_lora(pipe: Any, file: Path) -> None:
-    """Load a LoRA into a pipeline, each weight into the transformer that it was trained for.
+def load_loras(pipe: Any, files: Sequence[str | Path], scales: Sequence[float]) -> None:
+    """Load adapters into a pipeline, each weight into the model that it was trained for, with their strengths.
 
-    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, and HunyuanVideo 1.5 has none.
+    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2, refuses LoKr for most pipelines, and
+    HunyuanVideo 1.5 has none.
 
-    Raises: ValueError: the file is damaged, has weights that are not finite numbers, the pipeline has no second
-        transformer, or diffusers finds no weights of the pipeline in the file.
+    Args:
+        pipe: pipeline, or another object with `components` and their names as attributes.
+        files: files of the adapters.
+        scales: strength of each: a factor of its output.
+    Raises: ValueError: a file is damaged, has weights that are not finite numbers, the pipeline has no second
+        transformer, or diffusers finds no weights of the pipeline in a file.
     """
+    from diffusers.utils import set_weights_and_activate_adapters
+
+    names = [f"adapter_{i}" for i in range(len(files))]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # the second adapter of a model
+        for name, file in zip(names, files, strict=True):
+            _load_lora(pipe, Path(file), name)
+    for component in pipe.components.values():
+        loaded = [(name, scale) for name, scale in zip(names, scales, strict=True) if name in _adapters(component)]
+        if loaded:
+            set_weights_and_activate_adapters(component, *map(list, zip(*loaded)))
+            component.eval()  # diffusers adds layers in training mode, with the dropout of their training
+
+
+def _load_lora(pipe: Any, file: Path, adapter: str) -> None:
     tensors, _ = _read(f"lora={file}", file)
     _check_weights(f"lora={file} cannot be loaded", tensors)
     components = {name.partition(".")[0] for name in tensors}
+    for name in components:
+        _check_layers(f"lora={file}", name, getattr(pipe, name, None), tensors)
+    where: dict[str, Any] = {"weight_name": file.name, "adapter_name": adapter}
     if components != {SECOND_EXPERT}:
-        if hasattr(pipe, "load_lora_weights"):
-            pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+        if hasattr(pipe, "load_lora_weights") and not is_lokr(tensors):
+            pipe.load_lora_weights(str(file.parent), **where)
         else:
-            pipe.transformer.load_lora_adapter(str(file.parent), weight_name=file.name, prefix="transformer")
+            pipe.transformer.load_lora_adapter(str(file.parent), prefix="transformer", **where)
     if SECOND_EXPERT in components:
         expert = getattr(pipe, SECOND_EXPERT, None)
         if expert is None:
             raise ValueError(
                 f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
             )
-        expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=SECOND_EXPERT)
-    if not any(getattr(component, "peft_config", None) for component in pipe.components.values()):
+        expert.load_lora_adapter(str(file.parent), prefix=SECOND_EXPERT, **where)
+    if not any(adapter in _adapters(component) for component in pipe.components.values()):
         raise ValueError(  # diffusers only logs it
             f"lora={file} has no weights of this {type(pipe).__name__}, so it would change nothing; its first is "
             f"{next(iter(tensors), 'missing')}. It must be a LoRA of a pipeline of this kind"
         )
+
+
+def is_lokr(names: Iterable[str]) -> bool:
+    """Return whether the weights of a file are Kronecker products: most pipelines' `load_lora_weights` refuse them."""
+    return any(".lokr_" in name for name in names)
+
+
+def _check_layers(setting: str, component: str, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Check that a model has all layers of a file, with its shapes: diffusers logs what it does not load."""
+    if not isinstance(model, nn.Module):
+        return
+    layers = dict(model.named_modules())
+    for name, x in tensors.items():
+        layer, *kind = re.split(r"\.(lora_|lokr_)", name.removeprefix(f"{component}."), maxsplit=1)
+        if not kind or not name.startswith(f"{component}."):
+            continue
+        if layer not in layers:
+            raise ValueError(f"{setting} is of another model: {type(model).__name__} has no layer {layer}")
+        linear = layers[layer]
+        sizes = {"lora_A.weight": "in_features", "lora_B.weight": "out_features"}
+        size = getattr(linear, sizes.get(name.removeprefix(f"{component}.{layer}."), ""), None)
+        if size is not None and size != x.shape[name.endswith("lora_A.weight")]:
+            raise ValueError(
+                f"{setting} is of another model: {name} has the shape {list(x.shape)}, but the layer of "
+                f"{type(model).__name__} has {linear.in_features} inputs and {linear.out_features} outputs"
+            )
+
+
+def _adapters(component: Any) -> Mapping[str, Any]:
+    """Return the adapters of a component by name."""
+    return getattr(component, "peft_config", None) or {}
 
 
 def _read(setting: str, file: Path) -> tuple[dict[str, Tensor], Any]:

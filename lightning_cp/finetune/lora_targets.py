@@ -9,6 +9,42 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 ALL_LINEAR = "all-linear"  # every linear layer, as in peft
+DEFAULT, TEXT = "default", "text"  # in a list: the family's targets, and the layers of the text stream
+_TEXT_QUERIES = "add_q_proj"  # only text has queries of its own: add_k_proj alone is for a picture (Wan)
+_TEXT_ATTENTION = (_TEXT_QUERIES, "add_k_proj", "add_v_proj", "to_add_out")
+_TEXT_MLP = re.compile(r"(.+\.)?(ff_context|txt_mlp)\..+")
+
+
+def named_layers(
+    targets: Sequence[str] | str, layers: Mapping[str, nn.Module], model: str, default: Sequence[str]
+) -> list[str]:
+    """Return the names of layers that the targets of the settings match, in the model's order.
+
+    Args:
+        targets: see `LoraSettings`; in a list, `DEFAULT` and `TEXT` have a meaning of their own.
+        default: ends of names that `DEFAULT` stands for.
+    Raises: ValueError: a target matches nothing.
+    """
+    if isinstance(targets, str) and targets not in (DEFAULT, TEXT):
+        return matched_layers(targets, layers, model)
+    listed = [targets] if isinstance(targets, str) else targets
+    plain = [target for target in listed if target not in (DEFAULT, TEXT)]
+    found = set(matched_layers(plain, layers, model)) if plain else set[str]()
+    if DEFAULT in listed:
+        found |= set(matched_layers(default, layers, model, every=False))
+    if TEXT in listed:
+        found |= _text_stream(layers, model)
+    return [name for name in layers if name in found]
+
+
+def _text_stream(layers: Mapping[str, nn.Module], model: str) -> set[str]:
+    """Return the layers that only text goes through, in the blocks of a model with joint attention."""
+    attention = [name.removesuffix(_TEXT_QUERIES) for name in layers if name.endswith(f".{_TEXT_QUERIES}")]
+    found = {name for name in layers if any(name == f"{one}{end}" for one in attention for end in _TEXT_ATTENTION)}
+    found |= {name for name in layers if _TEXT_MLP.fullmatch(name)}
+    if not found:
+        raise ValueError(f"lora.targets: {TEXT!r} matches no layer of {model}, which has no text stream of its own")
+    return found
 
 
 def matched_layers(

@@ -251,7 +251,7 @@ class FineTuning(LightningModule):
         save_lora(transformers, lora)
         for name, file in files.items():
             adapter = next(iter(models[name].peft_config.values()))
-            if adapter.use_dora or adapter.rank_pattern:
+            if getattr(adapter, "use_dora", True) or adapter.rank_pattern:  # LoKr has no use_dora
                 continue  # `write_for_comfyui` knows a LoRA of one rank
             kind = class_of(models[name]).__name__
             on_rank_zero(partial(write_for_comfyui, lora, kind, component=name, file=file))

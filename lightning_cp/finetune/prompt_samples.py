@@ -17,7 +17,8 @@ from lightning_cp.engine.apply import installed_on, parallelize
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
-from lightning_cp.finetune.recorded_prompts import RecordedPrompts
+from lightning_cp.finetune.prompts.prompt_list import have_equal_work, sample_prompts_of
+from lightning_cp.finetune.prompts.recorded_prompts import RecordedPrompts
 from lightning_cp.finetune.side import called_by_pipeline, models_by_component
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
@@ -30,8 +31,9 @@ class PromptSampler:
 
     The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
     keeps the VAE, and of a pipeline with two experts the one that is not trained. The ranks of a context group draw the
-    same samples together; the prompts are divided over the data groups. Sample i starts from noise of the seed
-    `seed + i`, so it depends neither on the number of ranks nor on the step.
+    same samples together; the prompts are divided over the data groups (unless they need different numbers of
+    forwards: then each group draws all). Sample i starts from noise of the seed `seed + i`, or its own, so it depends
+    neither on the number of ranks nor on the step.
 
     It can be the `sample` of a `SamplingCallback` with a `FineTuning` module:
 
@@ -40,38 +42,32 @@ class PromptSampler:
 
     Args:
         source: the pipeline's folder, or its id on the Hub.
-        prompts: texts to draw.
-        images: for edit models, image to video and ControlNets: a picture file for each prompt, the source, the first
-            frame or the control. None for FLUX.2: it draws without a source.
+        prompts: texts to draw, or mappings with a text and settings; or a file of them. See `sample_prompts_of`. Edit
+            models, image to video and ControlNets need an `image` with each: the source, the first frame or the
+            control.
         component: name of the model in training; not needed for `Experts`.
-        seed: seed of the first sample.
+        seed: seed of the first sample, if it has none.
         setting: name of the setting that holds `source`, for error messages.
         call: other arguments of the pipeline's call, such as `height` and `num_inference_steps`.
-    Raises: ValueError: no prompts, another number of images, or arguments that are set here.
+    Raises: ValueError: no prompts, or one that is not valid, or arguments that are set here.
     """
 
     def __init__(
         self,
         source: str | Path,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Mapping[str, Any]] | str | Path,
         *,
-        images: Sequence[str | Path] | None = None,
         component: str = "transformer",
         seed: int = 0,
         setting: str = "model.pretrained",
         **call: Any,
     ) -> None:
-        if isinstance(prompts, str) or not prompts or not all(isinstance(x, str) for x in prompts):
-            raise ValueError(f"prompts={prompts!r} must be a list of one text or more")
         set_here = ("prompt", "image", "control_image", "generator", "output_type", "return_dict")
         reserved = [name for name in set_here if name in call]
         if reserved:
             raise ValueError(f"{reserved[0]} is set by PromptSampler: leave it out")
-        if images is not None and len(images) != len(prompts):
-            raise ValueError(f"images must be one for each of the {len(prompts)} prompts, got {len(images)}")
-        self._images = images
-        self._pictures: list[Image.Image] = []
-        self.prompts, self._source, self._component = list(prompts), str(source), component
+        self.prompts, self._source, self._component = sample_prompts_of(prompts), str(source), component
+        self._pictures: list[Image.Image | None] = [None] * len(self.prompts)
         self._seed, self._setting, self._call = seed, setting, call
         self._pipe: Any = None
         self._model: nn.Module = nn.Identity()
@@ -86,7 +82,11 @@ class PromptSampler:
         """Draw this data rank's samples, for `SamplingCallback`. Args: module: with `transformer`, and a Trainer."""
         if self._pipe is None:
             self.prepare(module.transformer, TrainerRanks(module.trainer), DataShard.of(module.trainer.strategy))
-        return self.draw()
+        samples = self.draw()
+        shapes = {tuple(x.shape) for x in samples}
+        if len(shapes) > 1:
+            raise ValueError(f"the prompts gave samples of different shapes {sorted(shapes)}: set height and width")
+        return torch.stack(samples)
 
     def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
         """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
@@ -96,7 +96,11 @@ class PromptSampler:
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = pipeline_class(self._source)
-        _check_call(kind, self._call, has_images=self._images is not None)
+        for i, prompt in enumerate(self.prompts, 1):
+            where = f"sampling.prompts: entry {i} has"
+            _check_call(kind, prompt.call, where)
+            _check_picture(kind, where, has_image=prompt.image is not None)
+        _check_call(kind, self._call, "sampling.call has")
         family, model = family_class(kind), cast(Any, transformer)
         components, self._picture_name = family.components, family.picture
         models = models_by_component(transformer, self._component)
@@ -105,7 +109,7 @@ class PromptSampler:
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:
-                self._pictures = [_picture(file) for file in self._images or ()]
+                self._pictures = [None if x.image is None else _picture(x.image) for x in self.prompts]
                 pipe = self._load(models, dtype, without=())
                 text.record(pipe, [self._arguments(i) for i in range(len(self))], ranks.device)
                 release(pipe, names)
@@ -121,32 +125,31 @@ class PromptSampler:
         self._pipe, self._shard, self._model = pipe, data_shard, transformer
 
     @torch.no_grad()
-    def draw(self) -> Tensor:
-        """Return this data rank's share of the samples, in [0, 1]: [n, c, h, w], or [n, c, f, h, w] for clips.
+    def draw(self) -> list[Tensor]:
+        """Return this data rank's share of the samples, in [0, 1]: [c, h, w], or [c, f, h, w] for clips.
 
         Every data rank draws n = ⌈prompts / data ranks⌉ samples, because sharded weights are gathered by all ranks
         together: after the last prompt, the first ones are drawn again. Samples in data-rank order are in prompt order.
+        For the same reason, each data rank draws all prompts if they need different numbers of forwards.
 
         Ranks: the whole world. The transformer must be in eval mode.
         """
-        share = -(-len(self) // self._shard.size)
-        first = self._shard.rank * share
-        samples = [self._sample(i % len(self)) for i in range(first, first + share)]
-        shapes = {tuple(x.shape) for x in samples}
-        if len(shapes) > 1:
-            raise ValueError(f"the prompts gave samples of different shapes {sorted(shapes)}: set height and width")
-        return torch.stack(samples)
+        shard = self._shard if have_equal_work(self.prompts) else DataShard(0, 1)
+        share = -(-len(self) // shard.size)
+        first = shard.rank * share
+        return [self._sample(i % len(self)) for i in range(first, first + share)]
 
     def _sample(self, i: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self._seed + i)
+        seed = self.prompts[i].seed
+        generator = torch.Generator().manual_seed(self._seed + i if seed is None else seed)
         with called_by_pipeline(self._model):
             result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
         sample: Tensor = result[0].detach().float()
         return sample.transpose(0, 1) if sample.ndim == 4 else sample  # clips are [f, c, h, w]
 
     def _arguments(self, i: int) -> dict[str, Any]:
-        picture = {self._picture_name: self._pictures[i]} if self._pictures else {}
-        return {"prompt": self.prompts[i], **picture, **self._call}
+        picture = {} if self._pictures[i] is None else {self._picture_name: self._pictures[i]}
+        return {"prompt": self.prompts[i].prompt, **picture, **self._call, **self.prompts[i].call}
 
     def _load(self, models: Mapping[str, Any], dtype: torch.dtype, *, without: Sequence[str]) -> Any:
         pipe = load_pipeline(
@@ -179,16 +182,21 @@ def _picture(file: str | Path) -> Image.Image:
     return Image.fromarray(read_image(file).permute(1, 2, 0).numpy())
 
 
-def _check_call(kind: type, call: Mapping[str, Any], *, has_images: bool) -> None:
-    """Check the arguments of the call. Raises: FamilyError: the pipeline needs images, or has no such argument."""
+def _check_call(kind: type, call: Mapping[str, Any], where: str) -> None:
+    """Check the arguments of a call. Raises: FamilyError: the pipeline has no such argument."""
     accepted = [name for name in inspect.signature(kind.__call__).parameters if name != "self"]
     unknown = [name for name in call if name not in accepted]
     if unknown:
-        raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")
-    picture = family_class(kind).picture
-    if picture in accepted and not has_images and not family_class(kind).optional_reference:
+        raise FamilyError(f"{where} {unknown[0]}, which is not an argument of {kind.__name__}: {', '.join(accepted)}")
+
+
+def _check_picture(kind: type, where: str, *, has_image: bool) -> None:
+    """Raise FamilyError if the pipeline needs a picture that a prompt does not have, or takes none."""
+    accepted = family_class(kind).picture in inspect.signature(kind.__call__).parameters
+    if accepted and not has_image and not family_class(kind).optional_reference:
         raise FamilyError(
-            f"{kind.__name__} draws from pictures: set sampling.images to a list of files, one for each prompt"
+            f"{where} no image, but {kind.__name__} draws from pictures: use for example "
+            "sampling.prompts=[{prompt: a red fox, image: photo.png}]"
         )
-    if has_images and picture not in accepted:
-        raise FamilyError(f"sampling.images is set, but {kind.__name__} takes no picture: leave it out")
+    if has_image and not accepted:
+        raise FamilyError(f"{where} an image, but {kind.__name__} takes no picture: leave it out")

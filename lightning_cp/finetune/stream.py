@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.compat.dtensor_names import compute_local_shape_and_global_offset
+from lightning_cp.finetune.quantize import QuantizedLinear, QuantizedRows
 from lightning_cp.finetune.weight_files import find_weights, local_pipeline
 
 
@@ -71,24 +72,34 @@ def _stream(module: nn.Module, folder: Path) -> None:
                     _copy(file, name, targets[name])
 
 
-def _copy(file: Any, name: str, target: Tensor) -> None:
-    """Copy a tensor, or this rank's slice of it, from an open file."""
-    if not isinstance(target, DTensor):
-        target.copy_(file.get_tensor(name))
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if 0 not in shape:
-        slices = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        target.to_local().copy_(file.get_slice(name)[slices])
+def _copy(file: Any, name: str, target: Tensor | QuantizedRows) -> None:
+    """Copy a tensor, or this rank's slice of it, from an open file; or quantise it."""
+    stored = target.layer.packed if isinstance(target, QuantizedRows) else target
+    if isinstance(stored, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(stored.shape, stored.device_mesh, stored.placements)
+        if 0 in shape:
+            return
+        slices = [slice(start, start + length) for start, length in zip(offset, shape, strict=True)]
+        where = slices[:1] if isinstance(target, QuantizedRows) else slices
+        local, values = stored.to_local(), file.get_slice(name)[tuple(where)]
+    else:
+        local, values = stored, file.get_tensor(name)
+    if isinstance(target, QuantizedRows):
+        target.fill(local, values)
+    else:
+        local.copy_(values)
 
 
-def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | QuantizedRows]]:
     """Yield the weights that a file of the model without adapters holds, by their names there.
 
     An adapter moves a layer's weights into a child `base_layer` of its own layer.
     """
+    quantized = {f"{name}.packed": x for name, x in module.named_modules() if isinstance(x, QuantizedLinear)}
     adapted = [f"{name}." for name, inner in module.named_modules() if _is_adapter_layer(inner)]
-    for name, x in module.state_dict(keep_vars=True).items():
+    for key, tensor in module.state_dict(keep_vars=True).items():
+        x = QuantizedRows(quantized[key]) if key in quantized else tensor
+        name = f"{key.removesuffix('packed')}weight" if key in quantized else key
         inside = next((prefix for prefix in adapted if name.startswith(prefix)), None)
         if inside is None:
             yield name, x

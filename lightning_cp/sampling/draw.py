@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from lightning_cp.comm.agree import gather_objects
 from lightning_cp.data import RandomStream
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
@@ -86,3 +90,17 @@ def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
     gathered: Tensor = ranks.all_gather(share).reshape(-1, *share.shape)
     # CFG branches and stages of blocks have the same share, and so have all ranks of a strategy without data groups.
     return gathered[:: len(gathered) // data_shard.size].flatten(0, 1)
+
+
+def gather_samples(ranks: Ranks, share: Sequence[Tensor], data_shard: DataShard) -> list[Tensor]:
+    """Gather the shares of all data ranks in data-rank order, on every rank; samples may have different shapes.
+
+    Ranks: the whole world, with equally many samples each.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    all_shapes = gather_objects([tuple(x.shape) for x in share], world)
+    shapes = [shape for shapes in all_shapes[:: len(all_shapes) // data_shard.size] for shape in shapes]
+    longest = max(map(prod, shapes))
+    padded = torch.stack([pad(x.flatten(), (0, longest - x.numel())) for x in share])
+    gathered = gather_shares(ranks, padded, data_shard)
+    return [x[: prod(shape)].view(shape) for x, shape in zip(gathered, shapes, strict=True)]

@@ -16,13 +16,12 @@ OPTIONAL = {
     "export.py": {"peft"},
     "finetune/families/video/spectrogram.py": {"transformers"},
     "finetune/lora.py": {"peft"},
-    "finetune/quantize.py": {"optimum"},
     "finetune/media/archives/parquet.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/terminal.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
-BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions"}
+BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions", "yaml"}
 
 
 def _imported() -> set[tuple[str, str]]:

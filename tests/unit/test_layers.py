@@ -25,7 +25,17 @@ LAYERS = (
     {"attention", "plans", "finetune.families"},
     {"engine"},
     {"vae"},
-    {"data", "finetune.media", "training", "checkpoint", "sampling", "launch", "finetune.latent_cache", "pipelines"},
+    {
+        "data",
+        "finetune.media",
+        "training",
+        "checkpoint",
+        "sampling",
+        "launch",
+        "finetune.latent_cache",
+        "finetune.prompts",
+        "pipelines",
+    },
     {"strategies", "finetune.objectives"},
     {
         "fabric",

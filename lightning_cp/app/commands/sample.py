@@ -12,6 +12,7 @@ import inspect
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -59,6 +60,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
     from lightning_cp.app.training.precision import WithPrecision
     from lightning_cp.engine import apply_context_parallel
+    from lightning_cp.finetune.lora_file import load_loras
     from lightning_cp.pipelines import sampling_ranks
     from lightning_cp.sampling import SamplingSettings, draw_samples
     from lightning_cp.training.ranks import DataShard
@@ -66,7 +68,10 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
     checkpoint = Path(config.checkpoint)
-    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False)
+    if config.lora is not None:
+        denoiser = SimpleNamespace(transformer=module.transformer, components={"transformer": module.transformer})
+        load_loras(denoiser, config.lora, config.lora_scale)
     module = module.to(fabric.device)
     of_run = trained.sampling
     num_steps = config.num_inference_steps or of_run.num_inference_steps
@@ -112,18 +117,20 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.app.settings.formats import check_clip_format
-    from lightning_cp.finetune.load import meta_transformers
-    from lightning_cp.finetune.lora_file import load_lora
+    from lightning_cp.finetune.load import load_exported, meta_transformers
+    from lightning_cp.finetune.lora_file import load_loras
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, planned_transformers
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     dtype = precisions[config.precision]
-    on_meta = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
-    pipe: Any = load_pipeline(config.pipeline, dtype, components=on_meta)
+    trained = {name: load_exported(folder, dtype=dtype) for name, folder in (config.transformer or {}).items()}
+    by_stage = config.pipe > 1 and config.lora is None and not trained
+    on_meta = meta_transformers(config.pipeline, dtype) if by_stage else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, components={**on_meta, **trained})
     if config.lora is not None:
-        load_lora(pipe, Path(config.lora))
+        load_loras(pipe, config.lora, config.lora_scale)
     inputs = call_arguments(config)
     if "image" in inputs and "control_image" in inspect.signature(type(pipe).__call__).parameters:
         inputs["control_image"] = inputs.pop("image")

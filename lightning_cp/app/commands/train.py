@@ -49,7 +49,7 @@ def train(config: DictConfig) -> None:
 
     def draw_sometimes(run: Run) -> None:
         step = run.state.step
-        if sampling.every is not None and step % sampling.every == 0 and step < config.max_steps:
+        if sampling.every is not None and step % sampling.every == 0 and 0 < step < config.max_steps:
             pictures.make(run, f"step_{step:08d}")
 
     def finish(run: Run) -> None:

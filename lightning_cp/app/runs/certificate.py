@@ -118,7 +118,7 @@ def one_process_config(config: DictConfig, resolved: DictConfig) -> DictConfig:
     alone.update({name: None for name in ("logger", "shares", "save_every") if name in alone})
     alone.sampling.every = None
     if "prompts" in alone.sampling:
-        alone.sampling.update({"prompts": None, "images": None})
+        alone.sampling.prompts = None
     if resolved.data.get("kind") == "folder":  # the run has encoded it
         alone.data.update({"kind": "latents", "path": str(folder / "latents")})
     if resolved.get("validation") is not None and resolved.validation.every is not None:

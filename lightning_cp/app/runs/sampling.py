@@ -4,7 +4,7 @@ Imports neither torch nor diffusers.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_cp.app.settings.consistency import check_device, check_model, che
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.app.settings.formats import check_format
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
+from lightning_cp.app.settings.trained import find_adapters, find_models
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.errors import MediaError
@@ -24,13 +25,12 @@ from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
-_LORA_FILE = "pytorch_lora_weights.safetensors"
 _BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional
 _PIPELINE_PRECISIONS = ("32-true", "bf16-true", "16-true")
 _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _PIPELINE_DEFAULTS: dict[str, Any] = {
-    **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
+    **{"transformer": None, "image": None, "negative_prompt": None, "call": {}, "shard": []},
     **{"vae": "auto", "stages": "together", "per_call": 1, "pipe": 1, "patches": 1, "warmup": 1},
 }
 
@@ -47,7 +47,7 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
         check_format(config.format)
     except MediaError as error:
         raise SettingsError(str(error)) from None
-    source = {**_source(config), "lora": _lora(config)}
+    source = {**_source(config), **find_adapters(config)}
     with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches and stages of blocks as data groups
         with_world.strategy.data_parallel = world.data_parallel * world.cfg * world.pipe
@@ -62,28 +62,6 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
     if not _is_file(resolved.prompts):
         resolved.prompts = _entries(resolved.prompts)
     return CheckedRun(resolved, world)
-
-
-def _lora(config: DictConfig) -> str | None:
-    """Return the folder or file of the adapter; `last` is the newest under output_root."""
-    chosen = read(config, "lora")
-    if chosen is None:
-        return None
-    if chosen != "last":
-        path = Path(str(chosen))
-        if not path.exists():
-            raise SettingsError(f"lora={chosen} does not exist: it must be last, or the folder or file of an adapter")
-        candidates = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
-        for file in candidates:
-            if file.is_file():
-                return str(file.absolute())
-        raise SettingsError(f"lora={chosen} has no {_LORA_FILE}, and no subfolder lora that has one")
-    root = Path(read(config, "output_root")).absolute()
-    files = sorted(root.glob(f"**/lora/{_LORA_FILE}"), key=lambda file: file.stat().st_mtime)
-    files = [file for file in files if file.parent.parent.name != "best"]
-    if not files:
-        raise SettingsError(f"lora=last found no adapter under output_root={root}: fine-tune with recipes/train.py")
-    return str(files[-1])
 
 
 def _source(config: DictConfig) -> dict[str, Any]:
@@ -145,7 +123,9 @@ def _check_pipeline(config: DictConfig) -> None:
             f"precision={config.precision} is not valid for a pipeline: must be one of "
             f"{', '.join(_PIPELINE_PRECISIONS)}"
         )
-    _check_prompts(config.prompts, _pipeline_class(config.pipeline))
+    index = _pipeline_index(config.pipeline)
+    _check_prompts(config.prompts, _class_name(index))
+    config.transformer = find_models(config, index)
     if config.patches == 1 and config.warmup > 1:
         raise SettingsError(f"warmup={config.warmup} has no meaning with patches=1, which is exact: leave it out")
     image = config.call.get("image", config.image)
@@ -192,13 +172,18 @@ def _entries(value: Any) -> Sequence[Any] | None:
     return value if value is None or isinstance(value, ListConfig) else [value]
 
 
-def _pipeline_class(source: str) -> str | None:
-    """Read the pipeline's class name from its local folder; None if there is no folder or no name in it."""
+def _pipeline_index(source: str) -> dict[str, Any]:
+    """Read a pipeline's model_index.json from its local folder; empty if there is no folder."""
     index = next((path for name in _PIPELINE_FILES if (path := Path(source) / name).is_file()), None)
     if index is None:
-        return None
+        return {}
     try:
-        kind = read_json(index).get("_class_name")
+        return read_json(index)
     except ValueError as error:
         raise SettingsError(f"source={source}: {error}") from error
+
+
+def _class_name(index: Mapping[str, Any]) -> str | None:
+    """Return the name of the pipeline's class; None if it is unknown."""
+    kind = index.get("_class_name")
     return kind if isinstance(kind, str) else None  # a custom pipeline class is stored as a list

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.media.images import open_image
 from lightning_cp.finetune.prompt_samples import PromptSampler
+from lightning_cp.finetune.prompts.prompt_list import sample_prompts_of
 from lightning_cp.pipelines.placement.encoders import pipeline_class
-from lightning_cp.sampling.draw import gather_shares
+from lightning_cp.sampling.draw import gather_samples
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import TrainerRanks
@@ -41,13 +43,15 @@ class PromptPictures:
         self._sampler: PromptSampler | None = None
 
     def after_step(self, run: Run) -> None:
-        """Load the pipeline after the first step, and draw after every `sampling.every` steps but the last.
+        """Draw after every `sampling.every` steps but the last, and before the first step with `sampling.at_start`.
 
-        Call it on every rank.
+        The pipeline is loaded at the first call for a step. Call it on every rank.
         """
+        step = run.state.step
+        if step == 0 and not self._config.sampling.at_start:
+            return
         if self._sampler is None:
             self._prepare(run)
-        step = run.state.step
         if step % self._config.sampling.every == 0 and step < self._config.max_steps:
             self.make(run, f"step_{step:08d}")
 
@@ -66,14 +70,17 @@ class PromptPictures:
                 share = self._sampler.draw()
         finally:
             set_random_state(before)
-        samples = gather_shares(run.ranks, share, run.data_shard)[: len(self._sampler)].cpu()
-        self._write(run, name, samples)
+        samples = gather_samples(run.ranks, share, run.data_shard)[: len(self._sampler)]
+        self._write(run, name, [x.cpu() for x in samples])
 
     def add_to_card(self, run: Run, folder: Path) -> None:
         """Copy the last pictures into the folder of the trained weights, and show them in the model card there."""
         with writing_new(folder / "samples.png") as path:
             shutil.copyfile(run.folder.samples / "final.png", path)
-        prompts = [f"{number}. {prompt}" for number, prompt in enumerate(self._config.sampling.prompts, 1)]
+        prompts = [
+            f"{number}. {prompt.text}"
+            for number, prompt in enumerate(sample_prompts_of(_plain(self._config.sampling.prompts)), 1)
+        ]
         settings = f"{self._config.sampling.num_inference_steps} steps, seed {self._config.seed}"
         add_section(folder / CARD, "Samples", ["![Samples](samples.png)", "", f"With {settings}:", "", *prompts])
 
@@ -83,8 +90,7 @@ class PromptPictures:
         call = {**_usual_size(run, config), "num_inference_steps": config.sampling.num_inference_steps, **call_settings}
         self._sampler = PromptSampler(
             config.model.pretrained,
-            list(config.sampling.prompts),
-            images=None if config.sampling.images is None else list(config.sampling.images),
+            _plain(config.sampling.prompts),
             component=components_of(config)[0],
             seed=config.seed,
             **{str(key): value for key, value in call.items()},
@@ -93,7 +99,7 @@ class PromptPictures:
         self._sampler.prepare(run.state.module, run.ranks, run.data_shard)
         set_random_state(before)
 
-    def _write(self, run: Run, name: str, samples: Tensor) -> None:
+    def _write(self, run: Run, name: str, samples: Sequence[Tensor]) -> None:
         """Write the files on the first rank, and log one picture of all samples. Call it on every rank."""
         album = Album(run.folder.samples / name, fps=self._config.sampling.fps)
         for number, sample in enumerate(samples if run.is_first else ()):  # [c, h, w] or [c, f, h, w]
@@ -104,6 +110,10 @@ class PromptPictures:
         if logger is not None:
             with open_image(sheet) as picture:
                 log_picture(logger, "samples", np.asarray(picture), run.state.step)
+
+
+def _plain(prompts: Any) -> Any:
+    return OmegaConf.to_container(prompts) if OmegaConf.is_list(prompts) else prompts
 
 
 def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:

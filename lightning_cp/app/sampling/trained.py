@@ -18,7 +18,6 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
-from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_split
 
@@ -29,7 +28,6 @@ def load_denoiser(
     *,
     trust: bool = False,
     verify: bool = True,
-    lora: str | Path | None = None,
 ) -> nn.Module:
     """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
 
@@ -39,12 +37,10 @@ def load_denoiser(
         trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
             of `lightning_cp.app.settings.foreign`.
         verify: False if `find_checkpoint` has just verified the checkpoint.
-        lora: file of a LoRA of the transformer, in diffusers' format.
     Ranks: no communication; each rank loads independently.
     Raises:
         CheckpointError: the checkpoint is incomplete, or belongs to another model.
         SettingsError: `config.model` names a class that needs `trust`.
-        ValueError: the LoRA is damaged, or of another model.
     """
     model = OmegaConf.to_container(config.model, resolve=True)
     if not trust:
@@ -63,8 +59,6 @@ def load_denoiser(
     expected = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
     module.load_state_dict(weights)
-    if lora is not None:
-        add_lora(module.get_submodule("transformer"), LoraSettings(file=lora))
     return module.eval().requires_grad_(False)
 
 

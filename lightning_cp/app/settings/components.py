@@ -99,6 +99,7 @@ def _check_component(config: DictConfig, source: Path, component: str, models: M
         )
     if "quantization_config" in settings:
         check_quantised(config, f"{source / component} has quantised weights")
+        check_whole(config, f"{source / component} has quantised weights")
 
 
 def check_quantised(config: DictConfig, weights: str) -> None:
@@ -109,11 +110,17 @@ def check_quantised(config: DictConfig, weights: str) -> None:
         )
     if config.get("lora") is None:
         raise SettingsError(f"{weights}, which cannot be trained: train a LoRA on them, for example lora.rank=16")
+
+
+def check_whole(config: DictConfig, weights: str) -> None:
+    """Check that weights of a quantiser's library are not sharded. Args: weights: what they are."""
     if shards_weights(config):
         raise SettingsError(
-            f"{weights}, which FSDP cannot shard: use strategy=cp, which keeps them whole on each rank, or weights in "
-            "bfloat16 (model.dtype=bfloat16)"
+            f"{weights}, which FSDP cannot shard: use strategy=cp, which keeps them whole on each rank, or a pipeline "
+            "in bfloat16, with model.quantize=nf4 if it is too large"
         )
+    if read(config, "model.quantize") is not None:
+        raise SettingsError(f"{weights}: leave model.quantize={read(config, 'model.quantize')} out")
 
 
 def _is_transformer(entry: list[Any]) -> bool:

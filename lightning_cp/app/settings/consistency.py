@@ -88,6 +88,7 @@ def check_device(config: DictConfig, accelerator: str) -> None:
 _REPLICATED_OPTIMIZERS = {  # beginning of the class -> name in conf/optim, and why sharded weights do not work
     "bitsandbytes.": ("adamw_8bit", "the kernels of bitsandbytes do not take sharded weights"),
     "torch.optim.Adafactor": ("adafactor", "PyTorch's Adafactor does not take sharded weights"),
+    "prodigyopt.": ("prodigyopt", "prodigyopt does not take sharded weights, but optim=prodigy does"),
 }
 
 
@@ -102,16 +103,19 @@ def check_optimizer(config: DictConfig) -> None:
             f"optim={name} does not work with strategy=cp_fsdp: {reason}. Use optim=adamw (its states are sharded as "
             "well) or strategy=cp"
         )
-    if package == "prodigyopt":
-        raise SettingsError(
-            "optim._target_=prodigyopt.Prodigy keeps its state among the settings of parameter groups, which "
-            "checkpoints do not save: no run could be resumed. Use optim=adamw"
-        )
     if importlib.util.find_spec(package) is None:
         raise SettingsError(
             f"optim._target_={target} needs the package {package}, which is not installed: pip install {package}, or "
             "use optim=adamw"
         )
+    lr, ratio = read(config, "optim.lr"), read(config, "lora.lr_ratio")
+    if target.endswith(".Prodigy") and lr < 0.1:
+        raise SettingsError(
+            f"optim.lr={lr} is a factor of the learning rate that Prodigy finds: use optim.lr=1 (an experiment may set "
+            "another)"
+        )
+    if target.endswith(".Prodigy") and ratio is not None:
+        raise SettingsError(f"lora.lr_ratio={ratio} does not work with Prodigy, which finds one learning rate for all")
     if target == "torch.optim.Muon" and config.get("lora") is None:
         raise SettingsError(
             "optim=muon trains matrices only, such as those of adapters: use it with lora.rank, or use optim=adamw"

@@ -3,14 +3,19 @@
 Imports neither torch nor diffusers.
 """
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
+from lightning_cp.app.settings.components import (
+    check_components,
+    check_quantised,
+    check_transformers,
+    components_of,
+    read_file,
+)
 from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.mixture import check_mixture
 from lightning_cp.app.settings.prompts import check_prompts
@@ -27,11 +32,13 @@ _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
     Setting("model.compile", OneOf((True, False))),
-    Setting("model.quantize", OneOf((None, "int8"))),
+    Setting("model.offload", OneOf((True, False))),
+    Setting("model.quantize", OneOf((None, "int8", "fp8", "nf4"))),
     Setting("lora.rank", Either(_NULL, Integer(1))),
     Setting("lora.dropout", Number(minimum=0, below=1)),
     Setting("lora.alpha", Either(_NULL, Number(above=0))),
     Setting("lora.dora", OneOf((True, False))),
+    Setting("lora.lokr", Either(OneOf((None, -1)), Integer(2))),
     Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
     Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
@@ -79,6 +86,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     _check_lora(config)
     _check_lists(config)
     _check_quantize(config)
+    _check_offload(config)
     check_prompts(config)
     check_transformers(config)
     samples = _check_data(config)
@@ -130,9 +138,13 @@ def _check_lora(config: DictConfig) -> None:
             f"lora.ranks={show(ranks)} is not valid: must be null, or whole numbers of at least 1 by the ends of "
             "layers' names, such as {to_q: 8}"
         )
-    if file is not None and (ranks or dora):
-        name = "lora.ranks" if ranks else "lora.dora"
+    lokr = read(config, "lora.lokr")
+    plain_only = {"lora.ranks": ranks, "lora.dora": dora, "lora.lokr": lokr}
+    if file is not None and (name := next((name for name, value in plain_only.items() if value), None)):
         raise SettingsError(f"{name} does not work with lora.file: only a plain LoRA of one rank is continued")
+    for name in ("lora.dora", "lora.dropout", "lora.lr_ratio"):
+        if lokr is not None and read(config, name):
+            raise SettingsError(f"{name}={show(read(config, name))} does not work with lora.lokr: leave one out")
     if dora and shards_weights(config):
         raise SettingsError(
             "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"
@@ -173,18 +185,30 @@ def _check_lists(config: DictConfig) -> None:
 
 
 def _check_quantize(config: DictConfig) -> None:
-    if read(config, "model.quantize") is None:
+    quantize = read(config, "model.quantize")
+    if quantize is not None:
+        check_quantised(config, f"model.quantize={quantize} gives quantised weights")
+
+
+def _check_offload(config: DictConfig) -> None:
+    if not read(config, "model.offload"):
         return
-    check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
-    try:
-        spec = importlib.util.find_spec("optimum.quanto")
-    except ModuleNotFoundError:  # optimum
-        spec = None
-    if spec is None:
-        raise SettingsError(
-            "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
-            "use model.quantize=null"
-        )
+    reasons = {
+        "lora=null": (config.get("lora") is None, "only frozen weights are kept in host memory: use lora.rank"),
+        "strategy=cp_fsdp": (shards_weights(config), "it shards the weights instead: use strategy=cp"),
+        "model.component with two experts": (
+            len(components_of(config)) > 1,
+            "frozen weights are in host memory anyway",
+        ),
+        "model.compile=true": (read(config, "model.compile"), "compiled blocks cannot get other weights"),
+        "activation_checkpointing=none": (
+            read(config, "activation_checkpointing") == "none",
+            "backward would keep the weights of all blocks on the device: use activation_checkpointing=full",
+        ),
+    }
+    for setting, (refused, reason) in reasons.items():
+        if refused:
+            raise SettingsError(f"model.offload=true does not work with {setting}: {reason}")
 
 
 def _check_data(config: DictConfig) -> int | None:

@@ -96,13 +96,8 @@ def _refuse_finetuning(config: dict[str, Any], run: Path) -> None:
     pretrained = model.get("pretrained") if isinstance(model, dict) else None
     if not isinstance(model, dict) or pretrained is None:
         return
-    way = f"use source={pretrained} lora={run}"
-    if config.get("lora") is None:
-        component = model.get("component")
-        names = component if isinstance(component, list) else [component]
-        folders = " and ".join(str(run / str(name)) for name in names)
-        way = f"put {folders} into a copy of {pretrained}, and use that folder as the source"
-    raise SettingsError(f"source={run} is a fine-tuning of {pretrained}, which is not a pipeline: {way}")
+    way = f"source={pretrained} {'transformer' if config.get('lora') is None else 'lora'}={run}"
+    raise SettingsError(f"source={run} is a fine-tuning of {pretrained}, which is not a pipeline: use {way}")
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from lightning_cp.finetune.experts import Experts, named_transformers
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
+from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
@@ -111,6 +112,8 @@ class FineTune(TrainingSetup):
     def _prepared(self, model: nn.Module) -> nn.Module:
         model.train()
         self.checkpointed(model)
+        if self.config.model.offload:
+            offload_blocks(model)
         if self.config.model.compile:
             compile_blocks(model)
         return model
@@ -140,7 +143,8 @@ class FineTune(TrainingSetup):
         source = self.config.model.pretrained
         names = components_of(self.config) if side is None else ["transformer"]
         files = describe_files(source, names)
-        return ", ".join(f"{name} {files.get(name, source)}" for name in sorted(names))
+        weights = f" in {self.config.model.quantize}" if self.config.model.quantize is not None else ""
+        return ", ".join(f"{name} {files.get(name, source)}{weights}" for name in sorted(names))
 
     @override
     def validate(self, run: Run) -> float | None:
@@ -193,7 +197,8 @@ class FineTune(TrainingSetup):
             adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
             component=components_of(config)[0],
             other_components=components_of(config)[1:],
-            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights"),
+            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights")
+            and (config.lora is None or config.lora.lokr is None),
             losses=self.validation_losses,
         )
 
@@ -278,7 +283,7 @@ def _rank_and_alpha(run: Run) -> dict[str, float]:
     transformer = next(iter(named_transformers(run.tuning.transformer, run.tuning.component).values()))
     model: Any = diffusers_model_of(transformer)
     (adapter,) = model.peft_config.values()
-    return {"rank": adapter.r, "alpha": adapter.lora_alpha}
+    return {"rank": adapter.r, "alpha": getattr(adapter, "lora_alpha", None) or adapter.alpha}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

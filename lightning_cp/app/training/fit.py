@@ -22,7 +22,7 @@ def fit_model(
     Args:
         config: resolved configuration of a recipe.
         build: builds the model, data and objective, once the ranks are connected and seeded.
-        after_step: called on every rank after each step.
+        after_step: called on every rank before the first step, when `step` is 0, and after each step.
         at_end: called on every rank, while the model is still on its training device.
     """
     fits = {"fabric": fit_with_fabric, "pytorch": fit_with_trainer}

@@ -207,6 +207,8 @@ class TrainingSetup(ABC):
         )
         trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
         open_writer = stack.enter_context(writer)
+        if after_step is not None and run.state.step == 0:
+            after_step(run)
         guard = StepGuard(config.on_nonfinite, scaler)
         return Steps(
             run,

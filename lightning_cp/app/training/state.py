@@ -1,5 +1,6 @@
 """Save and restore the state that a run needs to resume exactly."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,8 @@ class TrainState:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if saved.facts.get("base", self.base) != self.base:
             raise CheckpointError(
-                f"{folder} was trained on other frozen weights than those of model.pretrained and model.component: use "
-                "the settings of the checkpoint's run (its .hydra/config.yaml)"
+                f"{folder} was trained on other frozen weights than those of model.pretrained, model.component and "
+                "model.quantize: use the settings of the checkpoint's run (its .hydra/config.yaml)"
             )
         if not is_sharded:
             check_same_tensors(_shapes(states), _shapes(saved.states), folder)
@@ -124,13 +125,13 @@ class TrainState:
         trained = StateDictOptions(full_state_dict=not is_sharded, strict=False)  # frozen weights are not stored
         set_model_state_dict(self.module, saved.states["model"], options=trained)
         self.average.load_state_dict(saved.states["average"])
-        current_settings = [
-            {key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups
-        ]
+        current = [dict(group) for group in self.bare_optimizer.param_groups]
         optimizer = saved.states["optimizer"]
         load_optimizer_state(self.module, self.bare_optimizer, optim_state_dict=optimizer, options=options)
-        for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
-            group.update(settings)  # keep this run's optimizer settings, which may differ
+        settings = _settings_of(self.bare_optimizer)
+        for group, here in zip(self.bare_optimizer.param_groups, current, strict=True):
+            # Keep this run's optimizer settings, which may differ. Other values are state, such as Prodigy's estimate.
+            group.update({key: x for key, x in here.items() if key in settings or key not in group})
         try:  # values that the manifest holds
             restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
             self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
@@ -166,6 +167,13 @@ class TrainState:
         """Return the user's optimizer, without Fabric's wrapper."""
         optimizer: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
+
+
+def _settings_of(optimizer: Optimizer) -> set[str]:
+    """Return the values of parameter groups that are settings: arguments of the optimizer, or all if it names none."""
+    arguments = inspect.signature(type(optimizer)).parameters
+    has_other = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in arguments.values())
+    return {"params", *arguments, *(optimizer.defaults if has_other else ())}
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,32 +89,55 @@ def _pixels(folder: Path, step: int) -> np.ndarray[Any, np.dtype[np.int16]]:
     return np.asarray(Image.open(folder / f"samples/step_{step:08d}.png")).astype(np.int16)
 
 
-def _drawn(rank: int, world: int, made: Path, ring: int) -> list[torch.Tensor]:
-    """Draw without training, and gather what the data ranks draw."""
+def _drawn(rank: int, world: int, made: Path, kind: str, ring: int, prompts: Sequence[Any]) -> list[list[torch.Tensor]]:
+    """Draw twice without training, and gather what the data ranks draw."""
     from lightning.fabric import Fabric
 
     from lightning_cp import fabric as strategies
-    from lightning_cp.sampling.draw import gather_shares
+    from lightning_cp.sampling.draw import gather_samples
     from lightning_cp.training.ranks import DataShard
 
-    strategy: Any = strategies.ContextParallelStrategy(ring=ring) if world > 1 else "auto"
+    strategy: Any = getattr(strategies, kind)(ring=ring) if world > 1 else "auto"
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     transformer: Any = load_transformer(made / "pipe", dtype=torch.float32)
     fabric.setup_module(transformer)
     transformer.eval()
-    sampler = PromptSampler(made / "pipe", PROMPTS, height=HEIGHT, width=WIDTH, num_inference_steps=2)
+    sampler = PromptSampler(made / "pipe", prompts, height=HEIGHT, width=WIDTH, num_inference_steps=2)
     shard = DataShard.of(fabric.strategy)
     sampler.prepare(transformer, fabric, shard)
-    return [gather_shares(fabric, sampler.draw(), shard)[: len(PROMPTS)] for _ in range(2)]
+    return [gather_samples(fabric, sampler.draw(), shard)[: len(prompts)] for _ in range(2)]
 
 
-@pytest.mark.parametrize(("world", "ring"), [(3, 3), pytest.param(4, 2, marks=pytest.mark.full)])
+SIZED = [
+    PROMPTS[0],
+    {"prompt": PROMPTS[0], "seed": 0},
+    {"prompt": PROMPTS[0], "seed": 7, "height": 2 * HEIGHT},
+]
+UNEQUAL = [*SIZED, {"prompt": PROMPTS[0], "num_inference_steps": 3, "negative_prompt": "a", "true_cfg_scale": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kind", "world", "ring"),
+    [
+        (SIZED, "ContextParallelStrategy", 3, 3),
+        pytest.param(PROMPTS, "ContextParallelStrategy", 4, 2, marks=pytest.mark.full),
+        pytest.param(SIZED, "ContextParallelStrategy", 4, 2, marks=pytest.mark.full),
+        pytest.param(UNEQUAL, "ContextParallelStrategy", 3, 1, marks=pytest.mark.full),
+        pytest.param(UNEQUAL, "ContextParallelFSDPStrategy", 4, 2, marks=pytest.mark.full),
+    ],
+    ids=lambda x: str(len(x)) if isinstance(x, (list, tuple)) else None,
+)
 def test_samples_depend_neither_on_the_ranks_nor_on_the_call(
-    world: int, ring: int, flux: Path, run_ranks: RankPool
+    prompts: Sequence[Any], kind: str, world: int, ring: int, flux: Path, run_ranks: RankPool
 ) -> None:
-    (expected,) = run_ranks(1, _drawn, flux, 1, init=False)
-    for found in run_ranks(world, _drawn, flux, ring, init=False):
-        for one in found:
-            torch.testing.assert_close(one, expected[0], rtol=1e-4, atol=1e-5)
-    assert len({float(x.sum()) for x in expected[0]}) == len(PROMPTS)
+    (expected,) = run_ranks(1, _drawn, flux, kind, 1, prompts, init=False)
+    for found in run_ranks(world, _drawn, flux, kind, ring, prompts, init=False):
+        for samples in found:
+            for one, other in zip(samples, expected[0], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    if prompts is PROMPTS:
+        assert len({float(x.sum()) for x in expected[0]}) == len(PROMPTS)
+        return
+    assert torch.equal(expected[0][0], expected[0][1]), "the first seed is 0"
+    assert [tuple(x.shape) for x in expected[0][1:3]] == [(3, HEIGHT, WIDTH), (3, 2 * HEIGHT, WIDTH)]

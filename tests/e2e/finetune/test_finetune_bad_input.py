@@ -170,10 +170,13 @@ def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
             "sampling.fps=0 is not valid",
             marks=pytest.mark.full,
         ),
-        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[a,b]"), "must be a list of files, one for"),
+        (
+            ("sampling.every=2", "sampling.prompts=[{seed: 1}]"),
+            "sampling.prompts: entry 1 has prompt=None: must be",
+        ),
         pytest.param(
-            ("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[no.png]"),
-            "no.png does not exist",
+            ("sampling.every=2", "sampling.prompts=[{prompt: a cat, image: no.png}]"),
+            "has image=no.png, which does not exist",
             marks=pytest.mark.full,
         ),
         (("sampling=midpoint", "sampling.every=2"), "needs sampling=prompts"),

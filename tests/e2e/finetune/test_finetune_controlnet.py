@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -117,8 +118,8 @@ def test_other_side_models_train_at_every_topology(case: str, component: str, tr
 
 @pytest.mark.full
 def test_a_frozen_base_in_half_precision(flux: Path) -> None:
-    images = f"sampling.images=[{flux / 'media/0.reference.png'}]"
-    drawing = ("sampling.every=1", "sampling.prompts=[wave]", "sampling.num_inference_steps=1", images)
+    prompts = f"sampling.prompts=[{{prompt: wave, image: {flux / 'media/0.reference.png'}}}]"
+    drawing = ("sampling.every=1", prompts, "sampling.num_inference_steps=1")
     given = (*SMALL, "model.dtype=bfloat16", *drawing)
     alone = tune(flux, "half", *given, experiment=FLUX)
     assert {x.dtype for x in weights(alone.folder).values()} == {torch.float32}
@@ -135,9 +136,9 @@ def test_a_frozen_base_in_half_precision(flux: Path) -> None:
     ids=["cp", "cp_fsdp", "trainer"],
 )
 def test_pictures_are_drawn_from_control_pictures_during_training(flux: Path, ranks: tuple[str, ...]) -> None:
-    images = ",".join(str(flux / f"media/{i}.reference.png") for i in (0, 1))
-    drawing = ("sampling.every=1", "sampling.prompts=[wave number 1,wave number 1]", "sampling.num_inference_steps=2")
-    given = (*SMALL, *drawing, f"sampling.images=[{images}]")
+    prompts = [{"prompt": "wave number 1", "image": str(flux / f"media/{i}.reference.png")} for i in (0, 1)]
+    (flux / "prompts.yaml").write_text(json.dumps(prompts))
+    given = (*SMALL, "sampling.every=1", f"sampling.prompts={flux / 'prompts.yaml'}", "sampling.num_inference_steps=2")
     alone = tune(flux, "_".join(("drawn", *ranks)), *given, experiment=FLUX)
     three = tune(flux, "_".join(("drawn3", *ranks)), *given, *ranks, "ring=3", experiment=FLUX)
     pictures = [[_picture(here.folder / f"samples/final/000{i}.png") for i in (0, 1)] for here in (alone, three)]

@@ -82,10 +82,10 @@ def test_an_edit_is_sampled_with_and_without_the_lora(kontext: Path, alone: Fini
 @pytest.mark.full
 def test_pictures_are_edited_during_training(kontext: Path) -> None:
     sources = [f"media/{i}.reference.png" for i in (0, 1)]
-    images = ",".join(str(kontext / source) for source in sources)
-    drawing = ("sampling.every=2", "sampling.prompts=[wave number 1,wave number 1]", "sampling.num_inference_steps=2")
+    prompts = ",".join(f"{{prompt: wave number 1, image: {kontext / source}}}" for source in sources)
+    drawing = ("sampling.every=2", f"sampling.prompts=[{prompts}]", "sampling.num_inference_steps=2")
     call = ("+sampling.call._auto_resize=false", "+sampling.call.max_area=384")
-    given = (*SMALL, "max_steps=2", *drawing, *call, f"sampling.images=[{images}]")
+    given = (*SMALL, "max_steps=2", *drawing, *call)
     one, three = (
         tune(kontext, f"drawn{i}", *given, *ranks, experiment="finetune_kontext")
         for i, ranks in enumerate([(), ("strategy=cp", "ring=3")])

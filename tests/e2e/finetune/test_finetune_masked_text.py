@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_cp.finetune.lora_file import load_lora
+from lightning_cp.finetune.lora_file import load_loras
 from tests.e2e.finetune.test_finetune import LORA_FILE, tune
 from tests.e2e.finetuning import frames_of, write_cache
 from tests.families.cases import CASES
@@ -38,7 +38,7 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
     drawing += tuple(f"+sampling.call.{name}={value}" for name, value in call.items())
     if case.endswith("_image_to_video"):
         Image.fromarray(frames_of(1, CASES[case].size)[0]).save(made / "first.png")
-        drawing += (f"sampling.images=[{made / 'first.png'}]",)
+        drawing += (f"sampling.prompts=[{{prompt: wave number 1, image: {made / 'first.png'}}}]",)
     alone = tune(made, "alone", *settings, *drawing, experiment=experiment)
     here = tune(made, "three", *settings, "strategy=cp", "ring=3", experiment=experiment)
     assert here.losses == pytest.approx(alone.losses, rel=1e-4)
@@ -69,7 +69,7 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
         return shown
 
     before = drawn()
-    load_lora(pipe, alone.folder / LORA_FILE)
+    load_loras(pipe, [alone.folder / LORA_FILE], [1])
     assert np.abs(before - drawn()).max() > 0
     card = (alone.folder / "lora/README.md").read_text()
     assert ("pipe.transformer.load_lora_adapter(" in card) == case.startswith("hunyuan_video15")

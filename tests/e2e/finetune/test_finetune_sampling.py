@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,20 @@ import torch
 from PIL import Image
 
 from tests.e2e.finetuning import write_cache
-from tests.e2e.recipe import Finished, error_of, run
+from tests.e2e.recipe import ROOT, Finished, error_of, run
 from tests.families.cases import CASES
+from tests.harness import warm
 
 _, HEIGHT, WIDTH = CASES["flux"].size
 PROMPTS = ("wave number 1", "a red fox")
 SETTINGS = ("experiment=finetune_flux", "progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu")
 SMALL = ("batch_size=2", "max_steps=3", "ema_decay=0.5")
-DROPOUT = ("lora.rank=4", "+lora.dropout=0.3")  # draws from torch's global random state
+DROPOUT = ("lora.rank=4", "lora.dropout=0.3")  # draws from torch's global random state
 PICTURES = ("sampling.every=1", f"sampling.prompts=[{','.join(PROMPTS)}]", "sampling.num_inference_steps=2")
+
+
+SECOND: dict[str, Any] = {"prompt": PROMPTS[1], "seed": 1}
+OTHER = {**SECOND, "seed": 7, "height": 2 * HEIGHT, "negative_prompt": "a blue bird", "true_cfg_scale": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +52,24 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
         pytest.param(("trainer=lightning", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),
         pytest.param(("precision=bf16-mixed", "strategy=cp_fsdp", "ring=3"), marks=pytest.mark.full),
         pytest.param(("model.dtype=bfloat16", "strategy=cp", "ring=2"), marks=pytest.mark.full),
+        pytest.param(("model.quantize=nf4", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),
+        pytest.param(
+            ("model.offload=true", "activation_checkpointing=full", "strategy=cp", "ring=2"), marks=pytest.mark.full
+        ),
     ],
     ids=" ".join,
 )
 def test_losses_are_the_same_with_and_without_pictures(flux: Path, options: tuple[str, ...]) -> None:
     name = "_".join(options).replace("=", "_")
-    drawn = _tune(flux, f"with_{name}", *DROPOUT, *options, *PICTURES)
+    drawn = _tune(flux, f"with_{name}", *DROPOUT, *options, *PICTURES, "sampling.at_start=true")
     plain = _tune(flux, f"without_{name}", *DROPOUT, *options)
     assert drawn.exit_code == plain.exit_code == 0, drawn.stderr + plain.stderr
     assert len(set(drawn.losses)) == 3
     assert drawn.losses == plain.losses
     assert [row.grad_norm for row in drawn.rows] == [row.grad_norm for row in plain.rows]
     names = {path.name for path in (drawn.folder / "samples").iterdir()}
-    assert names == {x for name in ("step_00000001", "step_00000002", "final") for x in (name, f"{name}.png")}
+    steps = ("step_00000000", "step_00000001", "step_00000002", "final")
+    assert names == {x for name in steps for x in (name, f"{name}.png")}
     first, last = (np.asarray(Image.open(drawn.folder / f"samples/{x}.png")) for x in ("step_00000001", "final"))
     assert (first != last).any()
 
@@ -67,35 +80,71 @@ def test_losses_are_the_same_with_and_without_pictures(flux: Path, options: tupl
 def test_plain_diffusers_draws_equal_pictures(flux: Path, options: tuple[str, ...]) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
-    finished = _tune(flux, "_".join(options).replace("=", "_"), *options, *PICTURES, "sampling.every=3")
+    (flux / "prompts.yaml").write_text(json.dumps([PROMPTS[0], OTHER]))
+    drawing = ("sampling.at_start=true", f"sampling.prompts={flux / 'prompts.yaml'}", "sampling.every=3")
+    finished = _tune(flux, "_".join(options).replace("=", "_"), *options, *PICTURES, *drawing)
     assert finished.exit_code == 0, finished.stderr
     pipe: Any = FluxPipeline.from_pretrained(flux / "pipe")
+    assert _differences(pipe, finished.folder, "samples/step_00000000", OTHER) == [0, 0]
     if options == ("lora=null",):
         pipe.transformer = FluxTransformer2DModel.from_pretrained(finished.folder / "transformer")
-        assert _differences(pipe, finished.folder) == [0, 0]
+        assert _differences(pipe, finished.folder, other=OTHER) == [0, 0]
         return
-    assert min(_differences(pipe, finished.folder)) > 0  # the base
+    assert min(_differences(pipe, finished.folder, other=OTHER)) > 0  # the base
     pipe.load_lora_weights(finished.folder / "lora")
-    assert _differences(pipe, finished.folder) == [0, 0]
+    assert _differences(pipe, finished.folder, other=OTHER) == [0, 0]
     pipe.unload_lora_weights()
     pipe.load_lora_weights(finished.folder / "lora", weight_name="comfyui.safetensors")  # it has tensors for alpha
-    assert _differences(pipe, finished.folder) == [0, 0]
+    assert _differences(pipe, finished.folder, other=OTHER) == [0, 0]
 
 
-def _differences(pipe: Any, folder: Path) -> list[int]:
-    """Return how many values of 8 bits differ between the run's last pictures and a pipeline's."""
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [(), ("strategy=cp", "ring=2", "pipe=2")], ids=["alone", "pipe"])
+def test_the_recipe_samples_with_trained_weights_and_adapters_on_them(flux: Path, ranks: tuple[str, ...]) -> None:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    whole = _tune(flux, f"whole{len(ranks)}", "lora=null", *PICTURES, "sampling.every=3")
+    adapter = _tune(flux, f"adapter{len(ranks)}", "lora.rank=4", "lora.alpha=32", "lora.dropout=0.5")
+    pipe: Any = FluxPipeline.from_pretrained(flux / "pipe")
+    pipe.transformer = FluxTransformer2DModel.from_pretrained(whole.folder / "transformer")
+    assert _sampled(flux, f"trained{len(ranks)}", whole.folder, *ranks) == _differences(pipe, whole.folder) == [0, 0]
+    lora = ("lora=last", "lora_scale=0.5")
+    assert min(_sampled(flux, f"adapted{len(ranks)}", whole.folder, *ranks, *lora)) > 0
+    pipe.load_lora_weights(adapter.folder / "lora", adapter_name="a")
+    pipe.set_adapters(["a"], [0.5])
+    assert _differences(pipe, flux / f"adapted{len(ranks)}", "samples") == [0, 0]
+
+
+def _sampled(made: Path, name: str, trained: Path, *overrides: str) -> list[int]:
+    """Sample the prompts with the weights of a run. Returns: see `_differences`, between the files and the run's."""
+    folder = made / name
+    given = (f"source={made / 'pipe'}", f"transformer={trained}", f"prompts=[{','.join(PROMPTS)}]", f"run_dir={folder}")
+    size = (f"+call.height={HEIGHT}", f"+call.width={WIDTH}", "num_inference_steps=2", "accelerator=cpu")
+    command = [sys.executable, str(ROOT / "recipes/sample.py"), *given, *size, f"output_root={made}", *overrides]
+    ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pictures = [
+        [Image.open(x / f"{i:04d}.png") for i in range(2)] for x in (folder / "samples", trained / "samples/final")
+    ]
+    return [int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(*pictures)]
+
+
+def _differences(pipe: Any, folder: Path, pictures: str = "samples/final", other: dict[str, Any] = SECOND) -> list[int]:
+    """Return how many values of 8 bits differ between a run's pictures and a pipeline's. Args: other: second prompt."""
     pipe.set_progress_bar_config(disable=True)
     found = []
-    for i, prompt in enumerate(PROMPTS):
-        generator = torch.Generator().manual_seed(i)
-        drawn = pipe(prompt, height=HEIGHT, width=WIDTH, num_inference_steps=2, generator=generator).images[0]
-        kept = Image.open(folder / f"samples/final/{i:04d}.png")
+    for i, settings in enumerate(({"prompt": PROMPTS[0], "seed": 0}, other)):
+        call = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 2, **settings}
+        generator = torch.Generator().manual_seed(call.pop("seed"))
+        drawn = pipe(**call, generator=generator).images[0]
+        kept = Image.open(folder / pictures / f"{i:04d}.png")
+        assert kept.size == (call["width"], call["height"])
         found.append(int((np.asarray(drawn) != np.asarray(kept)).sum()))
     return found
 
 
 def test_arguments_that_the_pipeline_does_not_take_are_one_error(flux: Path) -> None:
     finished = _tune(flux, "unknown", "lora.rank=4", "strategy=cp", "ring=2", *PICTURES, "+sampling.call.frames=5")
-    assert "sampling.call.frames is not an argument of FluxPipeline" in error_of(finished)
+    assert "sampling.call has frames, which is not an argument of FluxPipeline" in error_of(finished)
     refused = _tune(flux, "refused", "lora.rank=4", "strategy=cp", "ring=2", *PICTURES, "+sampling.call.height=-16")
     assert "sampling: the prompts cannot be encoded" in error_of(refused)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_cp.checkpoint.store import load_checkpoint
 from tests.e2e.recipe import SMALL, Finished, run
 
 COMMON = (*SMALL, "warmup_steps=1", "max_steps=4", "checkpoint_every=2", "progress=false", "accelerator=cpu")
 OPTIONS = {"adamw_8bit": ("optim.min_8bit_size=256",)}
-OTHERS = ("adamw_8bit", "adafactor", "lion")
+OTHERS = ("adamw_8bit", "adafactor", "lion", "prodigy")
 
 
 def train(folder: Path, optim: str, *given: str) -> Finished:
@@ -65,6 +66,32 @@ def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[st
     # a last bit of a gradient can change an 8-bit state by one of its 256 values, and the sign that Lion follows
     rounding = {"adamw_8bit": 1e-3, "lion": 1e-3}
     assert finished.losses == pytest.approx(whole.losses, rel=rounding.get(optim, 1e-6))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp_fsdp ring=2 checkpoint_format=distributed"])
+@pytest.mark.parametrize("second", ["strategy=single trainer=lightning", "strategy=cp_fsdp ring=3"])
+def test_prodigy_keeps_its_estimate_at_another_topology(first: str, second: str, tmp_path: Path) -> None:
+    given = ("+optim.d0=1e-5", "optim.d_coef=20", "max_steps=6")  # the estimate grows
+    whole = train(tmp_path / "whole", "prodigy", *given)
+    started = train(tmp_path / "started", "prodigy", *given, "max_steps=4", *first.split())
+    last = f"resume={started.folder / 'checkpoints/step_00000004'}"
+    resumed = train(tmp_path / "resumed", "prodigy", *given, last, *second.split())
+    assert resumed.losses == pytest.approx(whole.losses[4:], rel=1e-5)
+    groups = [_groups(run.folder / "checkpoints/step_00000006") for run in (whole, resumed)]
+    assert groups[0]["k"] == groups[1]["k"] == 6
+    assert groups[0]["d"] > 2e-5
+    for name in ("d", "d_max", "d_numerator"):
+        assert groups[1][name] == pytest.approx(groups[0][name], rel=1e-4)
+    other = train(tmp_path / "other", "prodigy", *given, last, "optim.d_coef=0.5")  # settings are those of the run
+    assert _groups(other.folder / "checkpoints/step_00000006")["d_coef"] == 0.5
+
+
+def _groups(checkpoint: Path) -> dict[str, float]:
+    """Return the values of the optimizer's parameter group in a checkpoint."""
+    facts = load_checkpoint(checkpoint).states["optimizer"]["param_groups"]
+    values: dict[str, float] = facts[0]
+    return values
 
 
 def test_fused_adamw_is_adamw(alone: tuple[str, Finished], tmp_path: Path) -> None:

@@ -170,15 +170,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         read_foreign_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("component", "folders"),
-    [
-        ("transformer_2", "{0}/transformer_2"),
-        (["transformer", "transformer_2"], "{0}/transformer and {0}/transformer_2"),
-    ],
-)
-def test_a_finetuning_names_the_folders_of_its_weights(tmp_path: Path, component: Any, folders: str) -> None:
-    config = {"model": {"pretrained": "base", "component": component}, "lora": None}
-    with pytest.raises(SettingsError, match=r"is a fine-tuning of base, which is not a pipeline: put ") as raised:
+@pytest.mark.parametrize("setting", ["transformer", "lora"])
+def test_a_finetuning_names_the_setting_for_its_weights(tmp_path: Path, setting: str) -> None:
+    config = {"model": {"pretrained": "base"}, "lora": None if setting == "transformer" else {"rank": 4}}
+    with pytest.raises(SettingsError, match=r"is a fine-tuning of base, which is not a pipeline: use ") as raised:
         read_foreign_run(written(tmp_path, config))
-    assert f"put {folders.format(tmp_path.parent)} into a copy of base" in str(raised.value)
+    assert f"use source=base {setting}={tmp_path.parent}" in str(raised.value)

@@ -40,12 +40,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             OmegaConf.save(settings, folder / name / ".hydra" / "resolved.yaml")
     for name, index in {
         "pipe": {},
-        "wan": {"_class_name": "WanPipeline"},
+        "wan": {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]},
         "dit": {"_class_name": "DiTPipeline"},
     }.items():
         (folder / name).mkdir()
         (folder / name / "model_index.json").write_text(json.dumps(index))
     (folder / "a list.txt").write_text("a cat\n")
+    for name in ("lora", "other", "best/lora"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "pytorch_lora_weights.safetensors").touch()
+    for name, kind in (("transformer", "WanTransformer3DModel"), ("transformer_2", "FluxTransformer2DModel")):
+        (folder / "wan" / name).mkdir()
+        (folder / "wan" / name / "config.json").write_text(json.dumps({"_class_name": kind}))
     return folder
 
 
@@ -125,8 +131,53 @@ def test_mp4_needs_what_writes_it_before_anything_starts(root: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("given", "scales"),
+    [((), [1.0, 1.0]), (("lora_scale=0.5",), [0.5, 0.5]), (("lora_scale=[0.8,-1]",), [0.8, -1])],
+    ids=str,
+)
+def test_adapters_are_files_with_a_strength_each(root: Path, given: tuple[str, ...], scales: list[float]) -> None:
+    found = check(root, "source=ROOT/pipe", "prompts=a", "lora=[last,ROOT/other]", *given).config
+    files = [f"{root}/{name}/pytorch_lora_weights.safetensors" for name in ("lora", "other")]
+    assert (found.lora, found.lora_scale) == (files, scales)
+    found = check(root, "source=ROOT/run", "lora=ROOT/other").config
+    assert (found.lora, found.lora_scale) == (files[1:], [1.0])
+
+
+def test_trained_models_are_folders_by_component(root: Path) -> None:
+    given = ("source=some/thing", "prompts=a")
+    expected = {name: f"{root}/wan/{name}" for name in ("transformer", "transformer_2")}
+    assert check(root, *given, "transformer=ROOT/wan").config.transformer == expected
+    assert check(root, *given, "transformer=last").config.transformer == expected
+    one = check(root, *given, "transformer=ROOT/wan/transformer_2").config.transformer
+    assert one == {"transformer_2": expected["transformer_2"]}
+    assert check(root, *given).config.transformer is None
+
+
+@pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (["source=ROOT/run", "lora_scale=0.5"], "lora_scale=0.5 has no effect without an adapter: set lora"),
+        (
+            ["source=ROOT/run", "lora=[ROOT/lora,ROOT/other]", "lora_scale=[1]"],
+            r"lora_scale=\[1\] is not valid: must be a number, or a list with a number for each adapter of lora \(2\)",
+        ),
+        (["source=ROOT/run", "lora=last", "lora_scale=a"], "lora_scale=a is not valid: must be a number, or a list"),
+        (["source=ROOT/run", "lora=[last,ROOT/lora]"], "last is listed twice; set its strength in lora_scale"),
+        (["source=ROOT/run", "lora=[]"], r"lora=\[\] is not valid: must be last, the path of an adapter, or several"),
+        (
+            ["source=ROOT/wan", "prompts=a", "transformer=last", "output_root=ROOT/run"],
+            "transformer=last found no trained",
+        ),
+        (["source=ROOT/run", "lora=ROOT/pipe"], "pipe has no pytorch_lora_weights.safetensors"),
+        (["source=ROOT/run", "transformer=last"], "transformer=last applies to pipelines only"),
+        (
+            ["source=ROOT/wan", "prompts=a", "transformer=ROOT/run"],
+            "run has no trained model: it must be last, the folder",
+        ),
+        (
+            ["source=ROOT/wan", "prompts=a", "transformer=ROOT/wan"],
+            "transformer_2 has a FluxTransformer2DModel, which does not fit the pipeline: it has no transformer_2",
+        ),
         (["source=nowhere"], "source=nowhere does not exist: must be `last`"),
         (["source=ROOT/out"], "source=.*out does not exist"),
         (["source=ROOT/bare"], r"source=.*bare: .*\.hydra/resolved.yaml is missing"),

@@ -60,7 +60,11 @@ REFUSED = [
     ("batch_size=0", "batch_size=0 "),
     ("optim=adamw_8bit strategy=cp_fsdp", "optim=adamw_8bit does not work with strategy=cp_fsdp: .* Use optim=adamw"),
     ("optim._target_=no_package.AdamW", "needs the package no_package, which is not installed: pip install no_package"),
-    ("optim._target_=prodigyopt.Prodigy", "prodigyopt.Prodigy keeps its state among the settings of parameter groups"),
+    ("optim=prodigy optim.lr=0.0001", "optim.lr=0.0001 is a factor of the learning rate that Prodigy finds: use optim"),
+    (
+        "strategy=cp_fsdp optim._target_=prodigyopt.Prodigy optim.lr=1",
+        "optim=prodigyopt does not work with strategy=cp",
+    ),
     ("optim=adafactor strategy=cp_fsdp", "optim=adafactor does not work with strategy=cp_fsdp: PyTorch's Adafactor"),
     ("optim=muon", "optim=muon trains matrices only, such as those of adapters: use it with lora.rank"),
     ("optim=adamw_fused optim.fused=1", "optim.fused=1 is not valid"),

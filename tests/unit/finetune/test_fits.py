@@ -16,7 +16,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
 from lightning_cp.finetune.families.schedule import diffusion_facts
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
-from lightning_cp.finetune.lora_file import load_lora, read_lora
+from lightning_cp.finetune.lora_file import load_loras, read_lora
 
 FACTS: dict[str, Any] = {
     "pixels": 16,
@@ -156,7 +156,7 @@ def test_a_lora_that_cannot_be_trained_is_named(
         read_lora(file)
     if metadata.get("lora_adapter_metadata") != "[]":  # diffusers reads what is in it
         with pytest.raises(ValueError, match=message):
-            load_lora(None, file)
+            load_loras(None, [file], [1])
 
 
 LTX2 = {"in_channels": 4, "caption_channels": 16, "cross_attention_dim": 32, "audio_in_channels": 4}

@@ -17,7 +17,7 @@ from lightning_cp.families import family_for
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.families.image.sd3 import StableDiffusion3
 from lightning_cp.finetune.lora import LoraSettings, add_lora, lora_state
-from lightning_cp.finetune.lora_file import load_lora
+from lightning_cp.finetune.lora_file import load_loras
 from tests.families.cases import made
 from tests.models import TINY
 from tests.pretrained import inputs
@@ -55,8 +55,8 @@ def file(tmp_path: Path) -> Path:
         ({"dropout": -0.1}, "lora.dropout=-0.1"),
         ({"targets": "blocks.(0"}, "lora.targets='blocks.(0' is not a valid regular expression: missing )"),
         ({"ranks": {"to_q": 0}}, "lora.ranks={'to_q': 0}: to_q must be an integer of at least 1"),
-        ({"ranks": {"to_q": 2}, "file": "x"}, "lora.ranks and lora.dora do not work with lora.file"),
-        ({"dora": True, "file": "x"}, "lora.ranks and lora.dora do not work with lora.file"),
+        ({"ranks": {"to_q": 2}, "file": "x"}, "do not work with lora.file: only a LoRA"),
+        ({"dora": True, "file": "x"}, "do not work with lora.file: only a LoRA"),
         ({"targets": []}, "lora.targets=[] must be a list of names"),
         ({"targets": ["to_q", 3]}, "lora.targets=['to_q', 3]"),
         ({"targets": 3}, "lora.targets=3"),
@@ -285,7 +285,7 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
                 x.normal_(generator=torch.Generator().manual_seed(len(name)))
     save_lora(trained.transformer_2, tmp_path, component="transformer_2")
     pipe = deepcopy(made("wan_two_experts"))
-    load_lora(pipe, tmp_path / "pytorch_lora_weights.safetensors")
+    load_loras(pipe, [tmp_path / "pytorch_lora_weights.safetensors"], [1])
     assert not getattr(pipe.transformer, "peft_config", None)
     by_card = deepcopy(made("wan_two_experts"))
     exec(load_line("transformer_2"), {"pipe": by_card, "folder": str(tmp_path)})
@@ -297,7 +297,7 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.allclose(outputs[0], outputs[3])
     with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
-        load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")
+        load_loras(deepcopy(made("wan")), [tmp_path / "pytorch_lora_weights.safetensors"], [1])
 
 
 def test_layers_have_ranks_of_their_own() -> None:
@@ -343,4 +343,123 @@ def test_a_lora_of_which_a_pipeline_takes_nothing_is_refused(component: str, tmp
     add_lora(model, LoraSettings(rank=2))
     save_lora(model, tmp_path, component=component)
     with pytest.raises(ValueError, match=f"has no weights of this WanPipeline, .* its first is {component}.blocks.0."):
-        load_lora(deepcopy(made("wan")), tmp_path / LORA_FILE)
+        load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
+
+
+def test_several_loras_add_their_outputs_by_strength_and_drop_nothing(tmp_path: Path) -> None:
+    pipe, expected, strengths = deepcopy(made("wan")), deepcopy(made("wan").transformer), (0.5, -2.0)
+    files = []
+    for i, (strength, targets) in enumerate(zip(strengths, (["attn1.to_q"], ["attn1.to_q", "attn1.to_v"]))):
+        model = deepcopy(made("wan").transformer)
+        names = add_lora(model, LoraSettings(rank=2 + i, alpha=3, targets=targets, dropout=0.9))
+        for name in names:
+            layer = model.get_submodule(name)
+            a, b = layer.lora_A["default"].weight.data.normal_(), layer.lora_B["default"].weight.data.normal_()
+            expected.get_submodule(name).weight.data += strength * 3 / (2 + i) * b @ a
+        save_lora(model, tmp_path / f"{i}")
+        files.append(tmp_path / f"{i}" / LORA_FILE)
+    load_loras(pipe, files, strengths)
+    assert not any(layer.training for layer in pipe.transformer.modules())
+    channels = expected.config.in_channels, expected.config.text_dim
+    values = torch.ones(1, channels[0], 1, 4, 4), torch.tensor([500.0]), torch.ones(1, 3, channels[1])
+    found, summed, base = (
+        x(*values, return_dict=False)[0] for x in (pipe.transformer, expected, made("wan").transformer)
+    )
+    torch.testing.assert_close(found, summed, rtol=1e-4, atol=1e-5)
+    assert (found - base).norm() > 0.01 * base.norm()
+    plain = deepcopy(made("wan"))
+    plain.load_lora_weights(files[0])  # by diffusers alone, which adds layers in training mode
+    outputs = [plain.transformer(*values, return_dict=False)[0] for _ in range(2)]
+    assert torch.equal(*outputs)
+
+
+def test_a_lora_of_which_a_layer_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = wan()
+    add_lora(model, LoraSettings(rank=2, targets=["attn1.to_q"]))
+    save_lora(model, tmp_path)
+    tensors = load_file(tmp_path / LORA_FILE)
+    for changed, message in (
+        ({name.replace("blocks.1", "blocks.7"): x for name, x in tensors.items()}, "has no layer blocks.7.attn1.to_q"),
+        ({name: x[:, 1:] if "lora_A" in name else x for name, x in tensors.items()}, r"but the layer .* 48 inputs and"),
+        ({name: x[1:] if "lora_B" in name else x for name, x in tensors.items()}, "but the layer of .* 48 outputs"),
+    ):
+        save_file({name: x.contiguous() for name, x in changed.items()}, tmp_path / LORA_FILE)
+        with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
+            load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
+
+
+def test_lokr_starts_at_the_base_and_its_values_depend_on_seed_and_name_only() -> None:
+    states = []
+    for seed, dtype in ((0, torch.float32), (0, torch.bfloat16), (1, torch.float32)):
+        torch.manual_seed(seed + 5)
+        model, base = wan(dtype), wan(dtype)
+        names = add_lora(model, LoraSettings(rank=3, lokr=4), seed=seed)
+        values = inputs("wan", dtype)
+        assert torch.equal(*(x(**values, return_dict=False)[0] for x in (model, base)))
+        states.append(lora_state(model))
+    state = states[0]
+    assert len(state) == 3 * len(names)
+    kinds = {"lokr_w1": (4, 4), "lokr_w2_a": (12, 3), "lokr_w2_b": (3, 12)}
+    assert {name.removeprefix(f"{Q}."): tuple(x.shape) for name, x in state.items() if name.startswith(Q)} == kinds
+    assert {x.dtype for x in state.values()} == {torch.float32}
+    assert not any(x.any() for name, x in state.items() if name.endswith("w1"))
+    assert all(torch.equal(x, states[1][name]) for name, x in state.items())
+    drawn = [name for name in state if not name.endswith("w1")]
+    assert not any(torch.equal(state[name], states[2][name]) for name in drawn)
+    assert not torch.equal(state[f"{Q}.lokr_w2_a"], state[f"{Q.replace('0', '1', 1)}.lokr_w2_a"])
+
+
+def test_the_recipe_loads_lokr_for_every_pipeline(tmp_path: Path) -> None:
+    pipe, trained = deepcopy(made("wan_two_experts")), deepcopy(made("wan_two_experts"))
+    for model in (trained.transformer, trained.transformer_2):
+        add_lora(model, LoraSettings(rank=3, lokr=4, targets=["attn1.to_v"]))
+        for layer in (x for x in model.parameters() if x.requires_grad):
+            layer.data.normal_()
+    save_lora({"transformer": trained.transformer, "transformer_2": trained.transformer_2}, tmp_path)
+    load_loras(pipe, [tmp_path / LORA_FILE], [1])
+    channels = pipe.transformer.config.in_channels, pipe.transformer.config.text_dim
+    values = torch.ones(1, channels[0], 1, 4, 4), torch.tensor([500.0]), torch.ones(1, 3, channels[1])
+    for name in ("transformer", "transformer_2"):
+        found, expected, base = (
+            getattr(one, name)(*values, return_dict=False)[0] for one in (pipe, trained, made("wan_two_experts"))
+        )
+        assert torch.equal(found, expected)
+        assert (found - base).norm() > 0.01 * base.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"), [("flux", "ff_context", 12), ("qwen_image", "txt_mlp", 12), ("sd3", "ff_context", None)]
+)
+def test_the_text_stream_is_adapted_by_name(name: str, text: str, count: int | None) -> None:
+    model: Any = TINY[name].build()
+    both = add_lora(deepcopy(model), LoraSettings(rank=2, targets=["default", "text"]))
+    alone = add_lora(deepcopy(model), LoraSettings(rank=2, targets="text"))
+    default = add_lora(deepcopy(model), LoraSettings(rank=2))
+    assert set(both) == {*alone, *default}
+    assert not {*alone} & {*default}
+    assert any(f".{text}." in layer for layer in alone)
+    assert any(layer.endswith("attn.add_q_proj") for layer in alone)
+    assert {layer.split(".")[0] for layer in alone} == {"transformer_blocks"}
+    assert count in (None, len(alone))
+
+
+def test_a_model_without_a_text_stream_has_no_such_layers() -> None:
+    with pytest.raises(ValueError, match="'text' matches no layer of WanTransformer3DModel, which has no text stream"):
+        add_lora(wan(), LoraSettings(targets=["default", "text"]))
+    with pytest.raises(ValueError, match="'to_x' matches no layer of FluxTransformer2DModel"):
+        add_lora(TINY["flux"].build(), LoraSettings(targets=["text", "to_x"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lokr": 1}, r"lora\.lokr=1 must be an integer of at least 2, -1, or None"),
+        ({"lokr": True}, r"lora\.lokr=True must be an integer"),
+        ({"lokr": 4, "dora": True}, r"lora\.dora and lora\.dropout do not work with lora\.lokr"),
+        ({"lokr": 4, "dropout": 0.1}, r"lora\.dora and lora\.dropout do not work with lora\.lokr"),
+        ({"lokr": 4, "file": "x"}, "do not work with lora.file"),
+    ],
+)
+def test_settings_that_lokr_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoraSettings(**settings)
