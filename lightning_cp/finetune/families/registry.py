@@ -20,6 +20,7 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "ltx_image_to_video": ("video.ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
     "ltx2": ("video.ltx2", "LTX2", "LTX2Pipeline"),
     "ltx2_image_to_video": ("video.ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
+    "minimax_h3": ("video.minimax_h3", "MiniMaxH3", "MiniMaxH3ModularPipeline"),
     "wan": ("video.wan", "Wan", "WanPipeline"),
     "wan_image_to_video": ("video.wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
     "wan_vace": ("video.wan_vace", "WanVACE", "WanVACEPipeline"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def precompute(
             run.ranks.on_first(lambda: _complete(prepared, output, result))
         if settings.sheet:
             with components_on(pipe, family.components.media, device):
+                decode = partial(family.decode, pipe.vae)
                 run.ranks.on_first(
-                    lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet)
+                    lambda: draw_contact_sheet(decode, LatentCache(output), output / SHEET, settings.sheet)
                 )
     return result
 
