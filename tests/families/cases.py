@@ -171,7 +171,7 @@ CASES = {
     "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
     "ltx2_newer": Case("ltx2", "ltx2_guided", _LTX, fps=30.0, sound=9_000),
     "ltx2_image": Case("ltx2", "ltx2_image_to_video", _LTX, fps=25.0, sound=11_000),
-    "minimax_h3": Case("minimax_h3", "minimax_h3", (124, 16, 32), fps=24.0, sound=20_000),
+    "minimax_h3": Case("minimax_h3", "minimax_h3", (124, 16, 32), fps=24.0, sound=40_000),
     "minimax_h3_without_sound": Case("minimax_h3", "minimax_h3", (124, 16, 32)),
     "wan": Case("wan", "wan", VIDEO),
     "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),

@@ -11,10 +11,12 @@ from diffusers import (
     MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
+from transformers import LlavaProcessor, Qwen2VLImageProcessorPil
 
 from lightning_cp.pipelines.modular import called_like_others
 from tests.models.minimax import TINY as MODELS
-from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
+from tests.pipelines.common import quiet
+from tests.pipelines.text.qwen import qwen3_vl
 from tests.pipelines.tiny import TinyPipe, no_zeros
 
 _LAYERS = 51  # the pipeline reads the text after the 50th layer, which must not be the last one
@@ -39,26 +41,28 @@ def _vae() -> AutoencoderKLMiniMaxH3:
 
 
 def _audio_vae() -> AutoencoderKLMiniMaxH3Audio:
-    """40 latents a second, as the pipeline expects, of 4,000 samples."""
-    vae = AutoencoderKLMiniMaxH3Audio(
-        encoder_dim=2,
-        encoder_rates=(5, 5, 4),
-        latent_dim=12,
-        latent_channels=6,
-        num_attention_heads=2,
-        decoder_dim=8,
-        decoder_rates=(5, 5, 4),
-        decoder_kernel_sizes=(9, 9, 8),
-        resblock_kernel_sizes=(3,),
-        resblock_dilation_sizes=((1, 3),),
-        sampling_rate=4000,
-        latents_mean=[0.1, 0.0, -0.1, 0.2, 0.0, -0.3],
-        latents_std=[0.7, 1.1, 0.9, 1.3, 0.6, 1.0],
-    )
+    """40 latents a second, as the pipeline expects, of 8,000 samples."""
+    with quiet():
+        vae = AutoencoderKLMiniMaxH3Audio(
+            encoder_dim=2,
+            encoder_rates=(5, 5, 8),
+            latent_dim=12,
+            latent_channels=6,
+            num_attention_heads=2,
+            decoder_dim=8,
+            decoder_rates=(5, 5, 8),
+            decoder_kernel_sizes=(9, 9, 16),
+            resblock_kernel_sizes=(3,),
+            resblock_dilation_sizes=((1, 3),),
+            sampling_rate=8000,
+            latents_mean=[0.1, 0.0, -0.1, 0.2, 0.0, -0.3],
+            latents_std=[0.7, 1.1, 0.9, 1.3, 0.6, 1.0],
+        )
     return no_zeros(vae.eval())
 
 
 def _h3() -> Any:
+    """The processor is another one of transformers, without videos, which need torchvision."""
     tokenizer, text_encoder = qwen3_vl(hidden=8, layers=_LAYERS, heads=1)
     pipe = MiniMaxH3ModularPipeline()
     pipe.update_components(
@@ -69,7 +73,7 @@ def _h3() -> Any:
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
         tokenizer=tokenizer,
         text_encoder=text_encoder,
-        processor=qwen3_vl_processor(tokenizer),
+        processor=LlavaProcessor(Qwen2VLImageProcessorPil(), tokenizer, image_token="<|image_pad|>"),
     )
     pipe.set_progress_bar_config(disable=True)
     return called_like_others(pipe)

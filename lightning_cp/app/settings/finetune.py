@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.cache import check_cache
 from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
@@ -79,6 +80,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     check_prompts(config)
     check_transformers(config)
     samples = _check_data(config)
+    check_cache(config)
     _check_tokens(config)
     held_out, every = read(config, "data.validation"), read(config, "validation.every")
     if (every is None) != (held_out == 0):

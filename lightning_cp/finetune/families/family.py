@@ -372,7 +372,8 @@ class Family(ABC):
         time: Tensor = pipe.scheduler.timesteps[step]
         if self.objective.prediction != "flow":
             return time.long()
-        return time.double() / pipe.scheduler.config.num_train_timesteps
+        sigma: Tensor = time.double() / pipe.scheduler.config.num_train_timesteps
+        return sigma
 
     def decode(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode stored "latents", [b, ...], as pixels in [0, 1], float32."""

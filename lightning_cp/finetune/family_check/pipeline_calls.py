@@ -18,7 +18,7 @@ from lightning_cp.finetune.families import Components, Family, Media, SideModel
 from lightning_cp.finetune.objectives.objective import first_outputs
 from lightning_cp.finetune.side import SteeredTransformer, steering_arguments
 from lightning_cp.nest import replace
-from lightning_cp.pipelines.modular import is_modular, modules_of_blocks
+from lightning_cp.pipelines.modular import all_blocks, is_modular
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
@@ -123,12 +123,13 @@ def _recorded(
     pipe: Any, family: Family, record: Recording, answer: Callable[[dict[str, Any]], Any] | None
 ) -> Iterator[None]:
     modules = transformers_of(pipe, family.components)
-    names = {type(pipe).__module__, *(modules_of_blocks(pipe.blocks) if is_modular(pipe) else ())}
-    drawing = [module for name in names if hasattr(module := sys.modules[name], "randn_tensor")]
+    parts = [pipe, *(all_blocks(pipe.blocks) if is_modular(pipe) else ())]
+    modules_of_parts = [sys.modules[name] for name in {type(x).__module__ for x in parts}]
+    drawing = [module for module in modules_of_parts if hasattr(module, "randn_tensor")]
     posterior: Any = sys.modules["diffusers.models.autoencoders.vae"]
 
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
-        noise = randn_tensor(*args, **kwargs)
+        noise: Tensor = randn_tensor(*args, **kwargs)
         record.noises.append(noise.clone())
         return noise
 

@@ -130,16 +130,16 @@ class Objective(ABC):
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
-        times = family.latent_times(noised.times)
-        arguments = family.inputs(noised.noisy, times, noised.stored, options)
+        each = family.latent_times(noised.times)
+        arguments = family.inputs(noised.noisy, each, noised.stored, options)
         output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
-        losses = {name: self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()}
-        return _sum([self._at_time(family, losses, name, time) for name, time in by_name(times).items()])
+        errors = {name: self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()}
+        return _sum([self._at_time(family, errors, name, time) for name, time in by_name(each).items()])
 
-    def _at_time(self, family: Family, losses: dict[str, Tensor], name: str, time: Tensor) -> Tensor:
+    def _at_time(self, family: Family, errors: dict[str, Tensor], name: str, time: Tensor) -> Tensor:
         """Return the weighted loss of the latents with one time. Args: name: of the latents; "": all of them."""
-        loss = _sum([x for key, x in losses.items() if name in ("", key)])
+        loss = _sum([x for key, x in errors.items() if name in ("", key)])
         if self.weighting is None:
             return loss
         sigma = self.sigma(family, time).to(loss.dtype)

@@ -23,7 +23,6 @@ from lightning_cp.finetune.latent_cache import (
     fingerprint_of,
     prepare_cache,
 )
-from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources, find_sources
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
@@ -37,6 +36,7 @@ from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, check_rate, usable
+from lightning_cp.pipeline_folder.encoder_files import SETTING, describe_files
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 

@@ -1,7 +1,7 @@
 """MiniMax-H3: a clip and its sound, from text.
 
-The transformer takes one sequence of text, sound and clip, and returns velocities towards the data. A clip and its sound
-have schedulers of their own, so their times differ within a sample. It has no batch: all samples of a call would share
+The transformer takes one sequence of text, sound and clip, and returns velocities towards the data. The pipeline has a
+scheduler for the clip and one for the sound, so their times differ within a sample. Samples of a call would share
 positions and times.
 """
 
@@ -56,6 +56,7 @@ class MiniMaxH3(Family):
     counts_end = True
     one_per_call = True
     one_prompt = True
+    picture = ""  # text to video only: the pipeline draws without one
 
     @classmethod
     @override
@@ -227,13 +228,13 @@ class MiniMaxH3(Family):
 
 def _packed(latents: Tensor, patch: Sequence[int]) -> Tensor:
     """Join patches to tokens: [b, c, f, h, w] -> [b, tokens, values of c and of a patch]."""
-    for dim, size in zip((4, 3, 2), reversed(patch), strict=True):
-        latents = latents.unflatten(dim, (-1, size))
-    return latents.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+    b, c, *sizes = latents.shape
+    cells = [side for n, size in zip(sizes, patch, strict=True) for side in (n // size, size)]
+    return latents.reshape(b, c, *cells).permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
 
 
 def _unpacked(tokens: Tensor, like: Tensor, patch: Sequence[int]) -> Tensor:
     """Invert `_packed`. Args: like: latents of the shape that is returned."""
     cells = [n // size for n, size in zip(like.shape[2:], patch, strict=True)]
-    split = tokens.unflatten(2, (like.shape[1], *patch)).unflatten(1, cells)
-    return split.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    split = tokens.reshape(len(tokens), *cells, like.shape[1], *patch)
+    return split.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like.shape)
