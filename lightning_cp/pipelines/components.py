@@ -50,7 +50,8 @@ def load_pipeline(
         else:
             if kind is None and (without or components):
                 loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
-            pipe = loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **components)
+            none = dict.fromkeys([*without, *_absent(source)])
+            pipe = loaded.from_pretrained(source, dtype=dtype, **{**none, **components})
     except Exception as error:
         quantised = [name for name in _quantised(source) if name not in {*without, *components}]
         if quantised:
@@ -106,6 +107,14 @@ def _check_quantised(where: str, components: Mapping[str, Any]) -> None:
         if quantization is not None and getattr(module, "hf_quantizer", None) is None:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise quantised_error(where, [name], f"transformers does not know the quantiser {method}")
+
+
+def _absent(source: str) -> list[str]:
+    """Return the components that a pipeline was saved without: diffusers loads it only if they are passed as None."""
+    from diffusers import DiffusionPipeline
+
+    index = DiffusionPipeline.load_config(source)
+    return [name for name, x in index.items() if isinstance(x, (list, tuple)) and list(x) == [None, None]]
 
 
 def is_modular_source(source: str) -> bool:

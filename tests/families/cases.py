@@ -112,6 +112,11 @@ def _second_expert(pipe: Any) -> None:
     pipe.register_to_config(boundary_ratio=0.875)
 
 
+def _without_t5(pipe: Any) -> None:
+    """Leave out the third text encoder, as users with little memory do."""
+    pipe.register_modules(text_encoder_3=None, tokenizer_3=None)
+
+
 def _wider_vae(pipe: Any) -> None:
     """Set a VAE that rounds pixels less in bfloat16."""
     pipe.register_modules(vae=vaes.kl(4, levels=4, width=8))
@@ -188,6 +193,7 @@ CASES = {
     "cogvideox_image": Case("cogvideox", "cogvideox_image_to_video", _COG),
     "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
     "sd3": Case("sd3", "sd3", (1, 12, 20)),
+    "sd3_without_t5": Case("sd3", "sd3", (1, 12, 20), change=_without_t5),
     "sana": Case("sana", "sana", (1, 192, 96), scheduler=_dpm(**_SANA)),
     "sana_euler": Case("sana", "sana", (1, 192, 96), scheduler=_euler),
     "pixart_sigma": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_ddim, change=_wider_vae),

@@ -55,6 +55,7 @@ class Components:
         train: the transformers.
         after_encode_prompt: those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
         side: the model that is trained while the transformer is frozen.
+        optional: those of `text` and `media` without which the pipeline encodes, too.
     """
 
     text: tuple[str, ...]
@@ -62,6 +63,7 @@ class Components:
     train: tuple[str, ...] = ("transformer",)
     after_encode_prompt: tuple[str, ...] = ()
     side: SideModel | None = None
+    optional: tuple[str, ...] = ()
 
     @property
     def models(self) -> tuple[str, ...]:

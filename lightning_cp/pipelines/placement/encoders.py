@@ -41,7 +41,8 @@ def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | N
     index = _index(source)
     kind = _class(source, index)
     components = family_class(kind).components
-    _check_components(source, index, kind, (*components.text, *components.media))
+    needed = [name for name in (*components.text, *components.media) if name not in components.optional]
+    _check_components(source, index, kind, needed)
     configs = {
         name: _config_of(source, name, index[name], dtype) for name in components.models if _is_there(index, name)
     }
