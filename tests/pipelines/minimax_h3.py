@@ -81,7 +81,8 @@ def _h3() -> Any:
 
 def _inputs() -> dict[str, Any]:
     """The shortest clip that the pipeline takes: 37 latent frames of 2 tokens, and 414 tokens of sound."""
-    return {"prompt": "A cat runs.", "height": 16, "width": 32, "num_frames": 124, "num_inference_steps": 3}
+    size = {"height": 16, "width": 32, "num_frames": 124}
+    return {"prompt": "A cat runs.", **size, "num_inference_steps": 3, "output_type": "pt"}
 
 
 TINY = {"minimax_h3": TinyPipe(_h3, _inputs, "none", output="frames")}
