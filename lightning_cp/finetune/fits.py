@@ -55,6 +55,7 @@ _WIDTHS = {
     "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
     "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "SanaVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
     "MiniMaxH3Transformer3DModel": _Widths("in_channels", 1, "text_dim", sound="audio_in_channels"),
     "WanVACETransformer3DModel": _Widths("out_channels", 1, "text_dim"),

@@ -27,6 +27,7 @@ FAMILIES = {  # name of the family -> its module and class, imported when first 
     "qwen_image_edit_plus": ("image.qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
     "z_image": ("image.z_image", "ZImage", "ZImagePipeline"),
     "sana": ("image.sana", "Sana", "SanaPipeline"),
+    "sana_video": ("video.sana_video", "SanaVideo", "SanaVideoPipeline"),
     "hunyuan_video": ("video.hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
     "hunyuan_video15": ("video.hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
     "hunyuan_video15_image_to_video": (

@@ -148,6 +148,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "qwen_image_controlnet",
         "qwen_image_edit",
         "sana",
+        "sana_video",
         "sd3",
         "wan",
         "wan22",
