@@ -13,7 +13,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-MODULAR_INDEX = "modular_model_index.json"  # of a modular pipeline of diffusers
 PRIVATE = 0o600  # mode of files that may contain passwords or keys of the user
 _SAFETENSORS_CODE = re.compile(r"\(os error (\d+)\)")
 _KINDS = {
@@ -87,25 +86,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return content
-
-
-def modular_error(folder: Path, source: str) -> str | None:
-    """Return why a pipeline's folder cannot be used if it holds a modular pipeline of diffusers, otherwise None.
-
-    Args: source: setting and value that name the folder.
-    Raises: ValueError: its index is damaged.
-    """
-    if (folder / "model_index.json").is_file() or not (folder / MODULAR_INDEX).is_file():
-        return None
-    return modular_message(read_json(folder / MODULAR_INDEX).get("_class_name"), source)
-
-
-def modular_message(kind: object, source: str) -> str:
-    """Return the error for a modular pipeline. Args: kind: its class name."""
-    return (
-        f"{source} is a modular pipeline ({kind}), which cannot be fine-tuned (docs/families.md has the reason): use a "
-        "pipeline with a model_index.json"
-    )
 
 
 def new_file(path: Path, *, mode: int = 0o666) -> Path:

@@ -196,6 +196,11 @@ _PIPELINE = [
         get="let guiders skip sharded blocks",
         register="let guiders skip sharded blocks",
     ),
+    *_uses(
+        "pipeline",
+        "diffusers.modular_pipelines.modular_pipeline:ModularPipeline",
+        _blocks="keep encoded prompts after the text encoder was freed",
+    ),
     *_uses("pipeline", "diffusers.pipelines.pag.pag_utils:PAGMixin", set_pag_applied_layers="refuse PAG pipelines"),
 ]
 

@@ -49,6 +49,7 @@ class ModelCard:
         component: name of the trained transformer in the pipeline.
         other_components: names of further experts that were trained with it.
         loads_adapters: True if the pipeline has `load_lora_weights`; False: its transformer loads them.
+        is_modular: True if the base is a modular pipeline.
         losses: validation loss by step.
     """
 
@@ -65,6 +66,7 @@ class ModelCard:
     component: str = "transformer"
     other_components: Sequence[str] = ()
     loads_adapters: bool = True
+    is_modular: bool = False
     losses: Mapping[int, float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -134,13 +136,15 @@ class ModelCard:
             # load_lora_weights would load nothing of a second expert
             own = f'pipe.{name}.load_lora_adapter(folder, prefix="{name}", weight_name="{LORA_FILE}")'
             load.append(own if name == SECOND_EXPERT or not self.loads_adapters else "pipe.load_lora_weights(folder)")
+        kind = "ModularPipeline" if self.is_modular else "DiffusionPipeline"
         return [
             "To use it in diffusers:",
             "",
             "```python",
-            "from diffusers import DiffusionPipeline",
+            f"from diffusers import {kind}",
             "",
-            f"pipe = DiffusionPipeline.from_pretrained({json.dumps(base)})",
+            f"pipe = {kind}.from_pretrained({json.dumps(base)})",
+            *(["pipe.load_components()"] if self.is_modular else []),
             'folder = "."  # the folder of this card',
             *load,
             "```",

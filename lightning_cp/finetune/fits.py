@@ -16,6 +16,7 @@ from lightning_cp.files import read_json
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.schedule import diffusion_facts
 from lightning_cp.finetune.families.shift import shift_facts
+from lightning_cp.pipeline_folder.index import index_file, read_index
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class _Widths:
 _USUAL_WIDTH = 3072  # FLUX.1
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
 _GUIDANCE = {"guidance_embeds": "transformer", "control_guidance_embeds": "controlnet"}  # facts of these models
-_OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
+_OF_SCHEDULER = {  # fact -> the scheduler that states it, and how it is read
+    "shift": ("scheduler", shift_facts),
+    "schedule": ("scheduler", diffusion_facts),
+    "sound_shift": ("audio_scheduler", shift_facts),
+}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "FluxControlNetModel": _Widths("in_channels", 4, "joint_attention_dim"),
@@ -51,7 +56,9 @@ _WIDTHS = {
     "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
     "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "SanaVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
     "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
+    "MiniMaxH3Transformer3DModel": _Widths("in_channels", 1, "text_dim", sound="audio_in_channels"),
     "WanVACETransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
     "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
@@ -89,8 +96,9 @@ def check_fits(
         text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
     if widths.sound is not None:
-        channels, _, bins = sample["sound"].shape
-        sizes[widths.sound] = (channels * bins, "audio VAE", "latents of sound of width")
+        channels, _, bins = sample["sound"].shape  # tokens of H3 have one channel
+        width = bins if model == "MiniMaxH3Transformer3DModel" else channels * bins
+        sizes[widths.sound] = (width, "audio VAE", "latents of sound of width")
     for key, (size, part, what) in sizes.items():
         if config.get(key, size) != size:
             raise FamilyError(
@@ -145,18 +153,16 @@ def pipeline_facts(folder: Path, names: Collection[str]) -> dict[str, tuple[str,
     """
     vae = _config(folder / "vae" / "config.json")
     facts = {name: ("VAE", vae[name]) for name in _OF_VAE & vae.keys()}
-    index = _config(folder / "model_index.json")
+    index = read_index(folder) if index_file(folder) is not None else {}
     facts |= {name: ("configuration", index[name]) for name in {"boundary_ratio"} & index.keys()}
     for name, component in _GUIDANCE.items():
         config = _config(folder / component / "config.json")
         if "guidance_embeds" in config:
             facts[name] = (component, config["guidance_embeds"])
-    config = _config(folder / "scheduler" / "scheduler_config.json")
-    facts |= {
-        name: ("scheduler", read(_scheduler(config)))
-        for name, read in _OF_SCHEDULER.items()
-        if name in names and config
-    }
+    for name, (component, read) in _OF_SCHEDULER.items():
+        config = _config(folder / component / "scheduler_config.json")
+        if name in names and config:
+            facts[name] = (component, read(_scheduler(config)))
     return {name: fact for name, fact in facts.items() if name in names}
 
 

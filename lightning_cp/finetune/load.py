@@ -17,6 +17,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
+from lightning_cp.pipeline_folder.index import read_index
 from lightning_cp.pipelines.components import quantised_error
 from lightning_cp.plans import registered_plan
 
@@ -128,7 +129,7 @@ def _class_and_config(folder: Path, component: str, source: str) -> tuple[Any, d
     """Return a component's class and its config. Args: source: setting and value, for error messages."""
     import diffusers
 
-    index = read_json(folder / "model_index.json")
+    index = read_index(folder)
     models = {name: x for name, x in index.items() if _is_model(x)}
     if component not in models:
         there = [name for name, x in models.items() if _has_plan(x)] or list(models)
@@ -153,7 +154,7 @@ def _class_and_config(folder: Path, component: str, source: str) -> tuple[Any, d
 
 
 def _is_model(entry: object) -> bool:
-    """Return whether an entry of model_index.json names a component that the pipeline has."""
+    """Return whether an entry of a pipeline's index names a component that the pipeline has."""
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_cp.files import MODULAR_INDEX, check_regular, modular_error, read_json, why_not_regular
+from lightning_cp.files import check_regular, read_json, why_not_regular
+from lightning_cp.pipeline_folder.index import MODULAR_INDEX, PIPELINE_INDEX, index_file
 
 SINGLE_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
@@ -49,12 +50,10 @@ def local_pipeline(source: str | Path, component: str, *, setting: str) -> Path:
         if folder.exists() or folder.is_absolute() or str(source).startswith(".") or len(folder.parts) != 2:
             raise ValueError(f"{setting}={source} must be a pipeline's folder or an id on the Hub (owner/name)")
         folder = _download(str(source), component, setting)
-    if error := modular_error(folder, f"{setting}={source}"):
-        raise ValueError(error)
-    if not (folder / "model_index.json").is_file():
+    if index_file(folder) is None:
         is_model = (folder / "config.json").is_file()
         hint = "it holds one model, so use its parent folder" if is_model else "use a folder saved by save_pretrained"
-        raise ValueError(f"{setting}={source} is not a pipeline, because it has no model_index.json: {hint}")
+        raise ValueError(f"{setting}={source} is not a pipeline, because it has no {PIPELINE_INDEX}: {hint}")
     return folder
 
 
@@ -122,7 +121,7 @@ def _download(source: str, component: str, setting: str) -> Path:
         return Path(
             snapshot_download(
                 source,
-                allow_patterns=["model_index.json", MODULAR_INDEX, *(f"{component}/{name}" for name in wanted)],
+                allow_patterns=[PIPELINE_INDEX, MODULAR_INDEX, *(f"{component}/{name}" for name in wanted)],
                 ignore_patterns=["*.fp16.safetensors", "*.bf16.safetensors"],
             )
         )

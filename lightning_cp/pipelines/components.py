@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,9 @@ from torch import nn
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
+from lightning_cp.pipeline_folder.index import MODULAR_INDEX, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
+from lightning_cp.pipelines.modular import load_modular
 from lightning_cp.plans import refusal, registered_plan
 
 
@@ -27,6 +30,9 @@ def load_pipeline(
 ) -> Any:
     """Load a pipeline from a folder or from the Hub.
 
+    A modular pipeline is loaded as a pipeline of the same name that is not modular, if diffusers has one
+    (`FluxModularPipeline`: `FluxPipeline`), otherwise with the call of such pipelines, see `called_like_others`.
+
     Args:
         setting: name of the setting that holds `source`, for the error message.
         without: names of components that are not loaded; they are None.
@@ -39,9 +45,13 @@ def load_pipeline(
     loaded: Any = kind or DiffusionPipeline
     where = f"{setting}={source}"
     try:
-        if kind is None and (without or components):
-            loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
-        pipe = loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **components)
+        if is_modular_source(source):
+            pipe = load_modular(source, dtype, without=without, components=components, kind=kind)
+        else:
+            if kind is None and (without or components):
+                loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
+            none = dict.fromkeys([*without, *_absent(source)])
+            pipe = loaded.from_pretrained(source, dtype=dtype, **{**none, **components})
     except Exception as error:
         quantised = [name for name in _quantised(source) if name not in {*without, *components}]
         if quantised:
@@ -97,6 +107,28 @@ def _check_quantised(where: str, components: Mapping[str, Any]) -> None:
         if quantization is not None and getattr(module, "hf_quantizer", None) is None:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise quantised_error(where, [name], f"transformers does not know the quantiser {method}")
+
+
+def _absent(source: str) -> list[str]:
+    """Return the components that a pipeline was saved without: diffusers loads it only if they are passed as None."""
+    from diffusers import DiffusionPipeline
+
+    index = DiffusionPipeline.load_config(source)
+    return [name for name, x in index.items() if isinstance(x, (list, tuple)) and list(x) == [None, None]]
+
+
+def is_modular_source(source: str) -> bool:
+    """Return whether a source has the index of a modular pipeline only."""
+    from diffusers import DiffusionPipeline, ModularPipeline
+
+    if Path(source).is_dir():
+        index = index_file(Path(source))
+        return index is not None and index.name == MODULAR_INDEX
+    for kind in (DiffusionPipeline, ModularPipeline):
+        with suppress(OSError, ValueError, RecursionError):
+            kind.load_config(source)
+            return kind is ModularPipeline
+    return False
 
 
 def _class_in(source: str) -> Any:

@@ -34,7 +34,8 @@ def samples_of(pipe: Any, result: Any, count: int, *, sound: bool = False) -> li
         )
     vocoder = getattr(pipe, "vocoder", None)
     sounds = getattr(result, "audio", None)
-    if not sound or vocoder is None or sounds is None:
+    rate_hz = getattr(result, "sampling_rate", None) if vocoder is None else vocoder.config.output_sampling_rate
+    if not sound or rate_hz is None or sounds is None:
         return samples
-    rate_hz = int(vocoder.config.output_sampling_rate)
+    rate_hz = int(rate_hz)
     return [ClipWithSound(clip, one, rate_hz) for clip, one in zip(samples, sounds, strict=True)]

@@ -50,7 +50,7 @@ def write_media(folder: Path, case: str, count: int) -> Path:
 
 def write_pipeline(folder: Path, case: str) -> Path:
     """Save the pipeline of a case."""
-    made(case).save_pretrained(folder)
+    made(case).save_pretrained(str(folder))
     return folder
 
 

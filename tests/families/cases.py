@@ -82,6 +82,17 @@ def _decoder_with_time() -> Any:
     return no_zeros(vaes_video.ltx(timestep_conditioning=True))
 
 
+def _calm_vae(pipe: Any) -> None:
+    """Make the matrices of the VAE smaller: with random weights it amplifies the rounding of latents to bfloat16."""
+    for parameter in pipe.vae.parameters():
+        parameter.data.mul_(0.7 if parameter.dim() > 1 else 1.0)
+
+
+def _vae_of_ltx2(pipe: Any) -> None:
+    """Set the autoencoder of Sana-Video at 720p."""
+    pipe.__init__(**{**pipe.components, "vae": no_zeros(vaes_video.ltx2())})
+
+
 def _dpm(**settings: Any) -> Callable[[], Any]:
     """Return a function that makes the multistep scheduler of Sana and PixArt."""
     from diffusers import DPMSolverMultistepScheduler
@@ -110,6 +121,11 @@ def _second_expert(pipe: Any) -> None:
     """Add an expert for low noise levels, with the same weights."""
     pipe.register_modules(transformer_2=copy.deepcopy(pipe.transformer))
     pipe.register_to_config(boundary_ratio=0.875)
+
+
+def _without_t5(pipe: Any) -> None:
+    """Leave out the third text encoder, as users with little memory do."""
+    pipe.register_modules(text_encoder_3=None, tokenizer_3=None)
 
 
 def _wider_vae(pipe: Any) -> None:
@@ -171,6 +187,8 @@ CASES = {
     "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
     "ltx2_newer": Case("ltx2", "ltx2_guided", _LTX, fps=30.0, sound=9_000),
     "ltx2_image": Case("ltx2", "ltx2_image_to_video", _LTX, fps=25.0, sound=11_000),
+    "minimax_h3": Case("minimax_h3", "minimax_h3", (124, 16, 32), fps=24.0, sound=40_000),
+    "minimax_h3_without_sound": Case("minimax_h3", "minimax_h3", (124, 16, 32)),
     "wan": Case("wan", "wan", VIDEO),
     "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),
     "wan_time_per_token": Case("wan", "wan_per_token_timestep", VIDEO),
@@ -186,8 +204,11 @@ CASES = {
     "cogvideox_image": Case("cogvideox", "cogvideox_image_to_video", _COG),
     "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
     "sd3": Case("sd3", "sd3", (1, 12, 20)),
+    "sd3_without_t5": Case("sd3", "sd3", (1, 12, 20), change=_without_t5),
     "sana": Case("sana", "sana", (1, 192, 96), scheduler=_dpm(**_SANA)),
     "sana_euler": Case("sana", "sana", (1, 192, 96), scheduler=_euler),
+    "sana_video_ltx2": Case("sana_video", "sana_video", (25, 128, 256), scheduler=_dpm(**_SANA), change=_vae_of_ltx2),
+    "sana_video": Case("sana_video", "sana_video", (9, 64, 96), scheduler=_euler, change=_calm_vae),
     "pixart_sigma": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_ddim, change=_wider_vae),
     "pixart_sigma_multistep": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
     "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),

@@ -47,10 +47,10 @@ def _times(scale: float, *, offset: float = 0.0) -> Make:
     return _inputs(lambda _, arguments: {"timestep": arguments["timestep"] * scale + offset})
 
 
-def _prediction(change: Callable[[Tensor], Tensor]) -> Make:
+def _prediction(change: Callable[[Any], Any]) -> Make:
     def make(base: type[Family]) -> type[Family]:
         class Wrong(base):  # type: ignore[valid-type, misc]
-            def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+            def prediction(self, output: Any, noisy: Any) -> Any:
                 return change(super().prediction(output, noisy))
 
         return Wrong
@@ -225,6 +225,11 @@ def _bins_before_channels(_: Family, arguments: dict[str, Any]) -> dict[str, Any
     return {"audio_hidden_states": sound.unflatten(2, (2, 2)).transpose(2, 3).flatten(2)}
 
 
+def _channels_after_times(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    sound = arguments["audio_hidden_states"]
+    return {"audio_hidden_states": sound.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)}
+
+
 def _control(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
     """Change the arguments of the ControlNet."""
     return _inputs(lambda _, arguments: {"controlnet": {**arguments["controlnet"], **change(arguments["controlnet"])}})
@@ -269,6 +274,10 @@ MISTAKES = {
     "normalisation_of_the_sound": Mistake("ltx2", _facts(sound_mean=[0.0] * 4), ORACLE),
     "order_of_the_sound": Mistake("ltx2", _inputs(_bins_before_channels), CAPTURE | ORACLE),
     "positions_of_the_sound": Mistake("ltx2", _facts(sound_position_scale=1), CAPTURE),
+    "time_of_the_sound": Mistake("minimax_h3", _facts(sound_shift=12.0), ORACLE),
+    "rows_of_the_sound": Mistake("minimax_h3", _inputs(_channels_after_times), CAPTURE | ORACLE),
+    "modalities": Mistake("minimax_h3", _facts(tags={"text": 1, "video": 2, "audio": 0}), CAPTURE),
+    "velocity_of_the_sound": Mistake("minimax_h3", _prediction(lambda x: {**x, "sound": -x["sound"]}), ORACLE),
     "prediction_type": Mistake("cogvideox_v_prediction", _other_prediction, ORACLE),
     "normalisation_after_patching": Mistake("flux2", _statistics_flipped, ORACLE),
     "positions_of_the_flux2_reference": Mistake("flux2_reference", _inputs(_without_reference_ids), CAPTURE),

@@ -19,7 +19,7 @@ FAST = {  # the other cases are marked `full`
     "float32": {
         *("flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"),
         *("flux2_reference", "krea2", "z_image"),
-        *("ltx", "ltx2"),
+        *("ltx", "ltx2", "minimax_h3"),
         *("hunyuan_video", "hunyuan_video15", "pixart_sigma", "sana"),
         *("flux_controlnet", "qwen_image_controlnet", "wan_vace"),
     },

@@ -19,7 +19,7 @@ LAYERS = (
         "compat",
         "undoable",
         "nest",
-        "side_models",
+        "pipeline_folder",
     },
     {"comm", "kernels"},
     {"attention", "plans", "finetune.families"},

@@ -88,7 +88,7 @@ def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
     family = family_for(pipe)
     grid = family.grid
     height, width = (config[name] or 8 * grid.pixels for name in ("height", "width"))
-    frames = config.frames or (2 * grid.frame_step + 1 if grid.frame_step else 1)
+    frames = config.frames or max(2 * grid.frame_step + grid.least_frames, family.least_sampled)
     grid.check(height=height, width=width, frames=frames)
     generator = torch.Generator().manual_seed(0)
     size = (len(config.captions), 3, frames, height, width)

@@ -12,9 +12,10 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
-from lightning_cp.files import modular_error, read_json
+from lightning_cp.files import read_json
+from lightning_cp.pipeline_folder.index import index_file, read_index
+from lightning_cp.pipeline_folder.side_models import CONTROLNET, controlnet_error
 from lightning_cp.rules import Each, Number, Text
-from lightning_cp.side_models import CONTROLNET, controlnet_error
 
 
 def components_of(config: DictConfig) -> list[str]:
@@ -59,9 +60,7 @@ def check_transformers(config: DictConfig) -> None:
         if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
             raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
         return
-    if error := modular_error(source, f"model.pretrained={source}"):
-        raise SettingsError(error)
-    index = read_file(source / "model_index.json", "model.pretrained")
+    index = _index(source)
     listed = [name for name, value in index.items() if isinstance(value, list)]
     names = [name for name in listed if (source / name / "config.json").is_file()]
     for component in components_of(config):
@@ -74,13 +73,13 @@ def check_transformers(config: DictConfig) -> None:
     if len(components_of(config)) > 1 and needs and not Number(above=0, below=1).passes(boundary):
         raise SettingsError(
             f"model.component={show(read(config, 'model.component'))} are experts for different noise levels, but "
-            f"{source / 'model_index.json'} has boundary_ratio={show(boundary)}, expected a number above 0 and below "
+            f"{index_file(source)} has boundary_ratio={show(boundary)}, expected a number above 0 and below "
             "1: set objective.sigma_range to a range for each of them"
         )
 
 
 def _check_component(config: DictConfig, source: Path, component: str, models: Mapping[str, list[Any]]) -> None:
-    """Check that a component may be trained. Args: models: entries of model_index.json."""
+    """Check that a component may be trained. Args: models: entries of the index."""
     transformers = [name for name, entry in models.items() if _is_transformer(entry)]
     if component not in transformers:
         raise SettingsError(
@@ -124,8 +123,15 @@ def check_whole(config: DictConfig, weights: str) -> None:
 
 
 def _is_transformer(entry: list[Any]) -> bool:
-    """Return whether an entry of model_index.json, [library, class], may be trained."""
+    """Return whether an entry of a pipeline's index, [library, class], may be trained."""
     return entry[0] == "diffusers" and not str(entry[-1]).startswith("Autoencoder")
+
+
+def _index(source: Path) -> dict[str, Any]:
+    try:
+        return read_index(source)
+    except ValueError as error:
+        raise SettingsError(f"model.pretrained: {error}") from None
 
 
 def read_file(path: Path, key: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.cache import check_cache
 from lightning_cp.app.settings.components import (
     check_components,
     check_quantised,
@@ -90,6 +91,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     check_prompts(config)
     check_transformers(config)
     samples = _check_data(config)
+    check_cache(config)
     _check_tokens(config)
     _check_validation(config)
     held_out = read(config, "data.validation")

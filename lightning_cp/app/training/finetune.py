@@ -34,7 +34,6 @@ from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
-from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.lora_metadata import add_metadata
@@ -42,6 +41,8 @@ from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
+from lightning_cp.pipeline_folder.encoder_files import describe_files
+from lightning_cp.pipelines.components import is_modular_source
 from lightning_cp.pipelines.placement.encoders import pipeline_class
 
 BEST = "best"  # folder of the export with the lowest validation loss
@@ -70,7 +71,6 @@ class FineTune(TrainingSetup):
         _check_family(config, family)
         _check_dropout(config, family)
         _check_trained(config, family)
-        check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache, family)
         _check_validation(config, cache)
         objective = build_objective(config, family)
@@ -199,6 +199,7 @@ class FineTune(TrainingSetup):
             other_components=components_of(config)[1:],
             loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights")
             and (config.lora is None or config.lora.lokr is None),
+            is_modular=is_modular_source(config.model.pretrained),
             losses=self.validation_losses,
         )
 

@@ -55,6 +55,7 @@ class Components:
         train: the transformers.
         after_encode_prompt: those of `text` that the pipeline calls itself, with what `encode_prompt` has returned.
         side: the model that is trained while the transformer is frozen.
+        optional: those of `text` and `media` without which the pipeline encodes, too.
     """
 
     text: tuple[str, ...]
@@ -62,6 +63,7 @@ class Components:
     train: tuple[str, ...] = ("transformer",)
     after_encode_prompt: tuple[str, ...] = ()
     side: SideModel | None = None
+    optional: tuple[str, ...] = ()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -75,26 +77,33 @@ class Grid:
 
     Args:
         pixels: height and width must be multiples of it.
-        frame_step: k, if the number of frames must be k·n + 1; 0 for images, which have one frame.
+        frame_step: k, if the number of frames must be k·n + `least_frames`; 0 for images, which have one frame.
         patch: (frames, height, width) of the latents in one token.
         frames_first: True if latents are [frames, channels, height, width], False for channels first.
+        least_frames: fewest frames. With 1, the family trains on pictures, too.
     """
 
     pixels: int
     frame_step: int
     patch: tuple[int, int, int]
     frames_first: bool = False
+    least_frames: int = 1
 
     def check(self, *, height: int, width: int, frames: int = 1) -> None:
         """Raise FamilyError if media of this size cannot be encoded without cropping."""
         for name, value in (("height", height), ("width", width)):
             if value <= 0 or value % self.pixels:
                 raise FamilyError(f"{name}={value} must be a multiple of {self.pixels}")
-        step = self.frame_step
+        step, least = self.frame_step, self.least_frames
         if step == 0 and frames != 1:
             raise FamilyError(f"frames={frames} must be 1: this family trains on images")
-        if step and (frames < 1 or (frames - 1) % step):
-            raise FamilyError(f"frames={frames} must be {step}·n + 1, such as 1 or {4 * step + 1}")
+        if step and (frames < least or (frames - least) % step):
+            raise FamilyError(f"frames={frames} must be {step}·n + {least}, such as {least} or {4 * step + least}")
+
+    def frames_up_to(self, most: int) -> int:
+        """Return the largest number of frames of a clip that is on the grid and at most `most`; 1 for images."""
+        step, least = self.frame_step, self.least_frames
+        return max(most - least, 0) // step * step + least if step else 1
 
     def tokens(self, latents: Sequence[int]) -> int:
         """Return the number of tokens of one sample.
@@ -194,8 +203,10 @@ class Family(ABC):
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
         condition_entries: names of arguments with conditions, which may be rounded like the noisy latents in bfloat16.
         default_frames: frames of a clip, if the pipeline's call has no default.
+        least_sampled: fewest frames of a clip that the pipeline samples.
         optional_reference: True if the pipeline samples with and without references: the data have one for each
             sample, or none.
+        counts_end: True if the pipeline's number of steps counts the end, at which it does not call the transformer.
         one_per_call: True if samples of a batch share positions or times in the transformer: the objective calls it
             once for each sample.
         one_prompt: True if the pipeline's call takes one text, not a list.
@@ -215,7 +226,9 @@ class Family(ABC):
     time_entry: ClassVar[str] = "timestep"
     condition_entries: ClassVar[tuple[str, ...]] = ()
     default_frames: ClassVar[int] = 1
+    least_sampled: ClassVar[int] = 1
     optional_reference: ClassVar[bool] = False
+    counts_end: ClassVar[bool] = False
     one_per_call: ClassVar[bool] = False
     one_prompt: ClassVar[bool] = False
     trained: ClassVar[tuple[str, ...]] = ()
@@ -289,15 +302,24 @@ class Family(ABC):
         Args: noise: standard normal, like x0, to sample from the VAE's distribution; None: its mode.
         """
 
+    def latent_times(self, times: Tensor) -> Latents:
+        """Return the times of all latents of a sample: one for all of them, [b], or a dict with a time for each.
+
+        Override it if the pipeline has several schedulers, which run at the same time. Default: one for all.
+
+        Args: times: time of the main latents, [b].
+        """
+        return times
+
     @abstractmethod
-    def inputs(self, noisy: Any, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
+    def inputs(self, noisy: Any, times: Any, stored: Stored, options: InputOptions) -> dict[str, Any]:
         """Build the transformer's keyword arguments, whole on every rank (with `return_dict=False`).
 
         With a side model, the arguments of its call are a dict under its component's name.
 
         Args:
             noisy: noisy latents in x0's layout.
-            times: [b], float sigma in [0, 1] for `flow`, otherwise int64.
+            times: of `latent_times`: [b], float sigma in [0, 1] for `flow`, otherwise int64; or a dict of them.
         """
 
     def prediction(self, output: Any, noisy: Any) -> Any:
@@ -346,12 +368,27 @@ class Family(ABC):
         """Samples per second of "sound" [b, 2, samples] that `encode_media` takes; None: the model has no sound."""
         return None
 
+    def pipeline_times(self, pipe: Any, step: int) -> Latents:
+        """Return the times of a step of the pipeline's last call, in the form that `inputs` takes, without a batch dim.
+
+        It is for proofs. Default: those of its scheduler.
+        """
+        time: Tensor = pipe.scheduler.timesteps[step]
+        if self.objective.prediction != "flow":
+            return time.long()
+        sigma: Tensor = time.double() / pipe.scheduler.config.num_train_timesteps
+        return sigma
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        """Decode stored "latents", [b, ...], as pixels in [0, 1], float32."""
+        return decode_latents(vae, latents)
+
     def decoded(self, pipe: Any, stored: Stored) -> dict[str, Tensor]:
         """Decode stored latents as the pipeline does: pixels in [0, 1] as "", and other fields of its result by name.
 
         It is for proofs. Default: the pixels, decoded by the VAE.
         """
-        return {"": decode_latents(pipe.vae, stored["latents"])}
+        return {"": self.decode(pipe.vae, stored["latents"])}
 
 
 def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:

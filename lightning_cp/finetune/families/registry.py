@@ -7,40 +7,8 @@ from typing import Any
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.family import Facts, Family
+from lightning_cp.pipeline_folder.family_table import FAMILIES
 
-_OURS = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
-    "flux": ("image.flux", "Flux", "FluxPipeline"),
-    "flux_controlnet": ("image.controlnet", "FluxControlNet", "FluxControlNetPipeline"),
-    "flux_kontext": ("image.flux", "FluxKontext", "FluxKontextPipeline"),
-    "flux2": ("image.flux2", "Flux2", "Flux2Pipeline"),
-    "flux2_klein": ("image.flux2", "Flux2Klein", "Flux2KleinPipeline"),
-    "krea2": ("image.krea2", "Krea2", "Krea2Pipeline"),
-    "ltx": ("video.ltx", "LTX", "LTXPipeline"),
-    "ltx_condition": ("video.ltx", "LTXCondition", "LTXConditionPipeline"),
-    "ltx_image_to_video": ("video.ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
-    "ltx2": ("video.ltx2", "LTX2", "LTX2Pipeline"),
-    "ltx2_image_to_video": ("video.ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
-    "wan": ("video.wan", "Wan", "WanPipeline"),
-    "wan_image_to_video": ("video.wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
-    "wan_vace": ("video.wan_vace", "WanVACE", "WanVACEPipeline"),
-    "cogvideox": ("video.cogvideox", "CogVideoX", "CogVideoXPipeline"),
-    "cogvideox_image_to_video": ("video.cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
-    "sd3": ("image.sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
-    "qwen_image": ("image.qwen_image", "QwenImage", "QwenImagePipeline"),
-    "qwen_image_controlnet": ("image.controlnet", "QwenImageControlNet", "QwenImageControlNetPipeline"),
-    "qwen_image_edit": ("image.qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
-    "qwen_image_edit_plus": ("image.qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
-    "z_image": ("image.z_image", "ZImage", "ZImagePipeline"),
-    "sana": ("image.sana", "Sana", "SanaPipeline"),
-    "hunyuan_video": ("video.hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
-    "hunyuan_video15": ("video.hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
-    "hunyuan_video15_image_to_video": (
-        "video.hunyuan_video",
-        "HunyuanVideo15ImageToVideo",
-        "HunyuanVideo15ImageToVideoPipeline",
-    ),
-    "pixart_sigma": ("image.pixart", "PixArtSigma", "PixArtSigmaPipeline"),
-}
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 
 
@@ -68,7 +36,7 @@ def family_for(pipe: Any) -> Family:
 
 def family_class(pipeline: type) -> type[Family]:
     """Return the family's class for a pipeline class. Raises: FamilyError: there is none for it or a parent class."""
-    ours = {pipeline: name for name, (_, _, pipeline) in _OURS.items()}
+    ours = {pipeline: name for name, (_, _, pipeline) in FAMILIES.items()}
     registered = {pipeline: family for family in _REGISTERED.values() for pipeline in family.pipelines}
     for kind in pipeline.__mro__:
         if kind.__name__ in registered:
@@ -88,9 +56,9 @@ def load_family(name: str, facts: Facts) -> Family:
     """
     if name in _REGISTERED:
         return _REGISTERED[name](facts)
-    if name not in _OURS:
+    if name not in FAMILIES:
         raise FamilyError(
-            f"there is no family {name!r}, only {', '.join(sorted({*_OURS, *_REGISTERED}))}; a family from another "
+            f"there is no family {name!r}, only {', '.join(sorted({*FAMILIES, *_REGISTERED}))}; a family from another "
             "package must be registered (register_family) before it is loaded"
         )
     return _import(name)(facts)
@@ -99,10 +67,10 @@ def load_family(name: str, facts: Facts) -> Family:
 def pipelines() -> list[str]:
     """Return the class names of all pipelines with a family."""
     registered = (pipeline for family in _REGISTERED.values() for pipeline in family.pipelines)
-    return sorted({*(pipeline for _, _, pipeline in _OURS.values()), *registered})
+    return sorted({*(pipeline for _, _, pipeline in FAMILIES.values()), *registered})
 
 
 def _import(name: str) -> type[Family]:
-    module, kind, _ = _OURS[name]
+    module, kind, _ = FAMILIES[name]
     family: type[Family] = getattr(import_module(f"lightning_cp.finetune.families.{module}"), kind)
     return family

@@ -21,6 +21,7 @@ from lightning_cp.finetune.family_check.pipeline_calls import (
 )
 from lightning_cp.finetune.family_check.proof import Proof, store
 from lightning_cp.finetune.objectives.objective import activation_dtype
+from lightning_cp.nest import replace
 
 # Arguments that may differ in bfloat16, by two roundings: pipelines normalise conditions (a part of the hidden states)
 # in bfloat16, and Flux and QwenImage round times and then divide them. All other arguments must be equal.
@@ -42,7 +43,8 @@ def capture_proof(
     negatives = settings.get("negative_prompt", [""] * len(captions))
     if "guidance_scale" in inspect.signature(pipe.__call__).parameters:
         settings.setdefault("guidance_scale", _GUIDANCE)
-    record = call(pipe, family, captions, media, num_inference_steps=_STEPS, output_type="latent", **settings)
+    asked = _STEPS + family.counts_end
+    record = call(pipe, family, captions, media, num_inference_steps=asked, output_type="latent", **settings)
     positive = store(family, pipe, captions, media)
     texts = family.encode_negative(pipe, negatives, media)
     samples = [positive, [{**sample, **text} for sample, text in zip(positive, texts, strict=True)]]
@@ -79,19 +81,9 @@ def _arguments(
     stored = collate(samples, family.text)
     clean, scale = family.clean(stored), getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     noisy = like(clean, {name: noise * scale for name, noise in _noises(record, by_name(clean)).items()})
-    times = _times(pipe, family, step, len(samples))
+    times = replace(Tensor, lambda x: x.expand(len(samples)), family.pipeline_times(pipe, step))
     options = InputOptions(activation_dtype(transformers_of(pipe, family.components)[0]), guidance)
     return passed_arguments(family.inputs(noisy, times, stored, options))
-
-
-def _times(pipe: Any, family: Family, step: int, samples: int) -> Tensor:
-    """Return the time of a step of the pipeline in the form that `Family.inputs` takes, [samples]."""
-    time = pipe.scheduler.timesteps[step]
-    if family.objective.prediction != "flow":
-        integers: Tensor = time.long().expand(samples)
-        return integers
-    sigmas: Tensor = (time.double() / pipe.scheduler.config.num_train_timesteps).expand(samples)
-    return sigmas
 
 
 def _noises(record: Recording, clean: dict[str, Tensor]) -> dict[str, Tensor]:

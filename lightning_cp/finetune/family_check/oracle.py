@@ -17,7 +17,7 @@ from lightning_cp.nest import replace, tensors
 _STEPS = 8
 _EXACT, _MULTISTEP = 1e-5, 1e-2  # multistep schedulers round times to integers, and extrapolate
 _BFLOAT16 = 8e-2  # latents are rounded in each of 8 steps, and decoded in bfloat16: up to 5e-2 was measured
-_ONE_STEP = ("FlowMatchEulerDiscreteScheduler", "CogVideoXDDIMScheduler", "DDIMScheduler")
+_ONE_STEP = ("FlowMatchEulerDiscreteScheduler", "CogVideoXDDIMScheduler", "DDIMScheduler", "MiniMaxH3Scheduler")
 
 
 def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Media) -> Proof:
@@ -81,9 +81,12 @@ class _Oracle:
         noisy = _adjoint(
             lambda x: self._entered(like(self._clean, x), self._times(0)), clean, replace(Tensor, Tensor.float, entered)
         )
-        time = timestep.flatten(1).amax(dim=1) if timestep.dim() > 1 else timestep
+        time = self._time(timestep)
+        if self._family.objective.prediction == "flow":
+            time = self._sigma(time)
+        times = by_name(self._family.latent_times(time))
         known = by_name(self._family.given_mask(self._stored, self._clean))
-        targets = {name: self._target(noisy[name], x, time) for name, x in clean.items()}
+        targets = {name: self._target(noisy[name], x, times.get(name, time)) for name, x in clean.items()}
         targets |= {name: torch.where(given, 0.0, targets[name]) for name, given in known.items()}
         outputs = dict(enumerate(tensors(self._output)))
 
@@ -95,19 +98,23 @@ class _Oracle:
         answer = iter(_adjoint(predicted, outputs, list(targets.values())).values())
         return replace(Tensor, lambda _: next(answer), self._output)
 
-    def _target(self, noisy: Tensor, clean: Tensor, timestep: Tensor) -> Tensor:
+    def _target(self, noisy: Tensor, clean: Tensor, time: Tensor) -> Tensor:
         defaults, dims = self._family.objective, [1] * (noisy.dim() - 1)
         if defaults.prediction == "flow":
-            return (noisy - clean) / self._sigma(timestep).view(-1, *dims)
-        level = torch.tensor(defaults.alphas_cumprod)[timestep.long()].view(-1, *dims)
+            return (noisy - clean) / time.view(-1, *dims)
+        level = torch.tensor(defaults.alphas_cumprod)[time.long()].view(-1, *dims)
         noise = (noisy - level.sqrt() * clean) / (1 - level).sqrt()
         return noise if defaults.prediction == "epsilon" else level.sqrt() * noise - (1 - level).sqrt() * clean
 
-    def _sigma(self, timestep: Tensor) -> Tensor:
+    def _time(self, timestep: Tensor) -> Tensor:
+        """Return the time of each sample's main latents, [samples], from the argument of the transformer."""
+        return timestep.flatten(1).amax(dim=1) if timestep.dim() > 1 else timestep[: self._samples]
+
+    def _sigma(self, time: Tensor) -> Tensor:
         """Invert the family's map of sigma to the time that the transformer takes, which is linear."""
         ends = [self._arguments(self._clean, self._times(x))[self._family.time_entry] for x in (0.25, 0.75)]
-        low, high = (float(x.max()) for x in ends)
-        return (0.25 + 0.5 * (timestep.double() - low) / (high - low)).float()
+        low, high = (float(self._time(x).max()) for x in ends)
+        return (0.25 + 0.5 * (time.double() - low) / (high - low)).float()
 
     def _times(self, sigma: float) -> Tensor:
         if self._family.objective.prediction == "flow":
@@ -115,7 +122,7 @@ class _Oracle:
         return torch.zeros(self._samples, dtype=torch.int64)
 
     def _arguments(self, noisy: Latents, times: Tensor) -> dict[str, Any]:
-        return self._family.inputs(noisy, times, self._stored, InputOptions())
+        return self._family.inputs(noisy, self._family.latent_times(times), self._stored, InputOptions())
 
     def _entered(self, noisy: Latents, times: Tensor) -> list[Any]:
         arguments = self._arguments(noisy, times)

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Components, Family, Media, SideModel
 from lightning_cp.finetune.objectives.objective import first_outputs
 from lightning_cp.finetune.side import SteeredTransformer, steering_arguments
+from lightning_cp.nest import replace
+from lightning_cp.pipelines.modular import all_blocks, is_modular
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 
@@ -90,6 +93,8 @@ def call(
     texts |= {name: list(x) for name, x in settings.items() if name == "negative_prompt"}
     if family.one_prompt:
         texts = {name: x[0] for name, x in texts.items()}
+    if is_modular(pipe) and settings.get("output_type") == "latent":
+        settings["output_type"] = "pt"  # their blocks decode always
     record = Recording()
     with _recorded(pipe, family, record, answer):
         record.result = pipe(
@@ -118,13 +123,13 @@ def _recorded(
     pipe: Any, family: Family, record: Recording, answer: Callable[[dict[str, Any]], Any] | None
 ) -> Iterator[None]:
     modules = transformers_of(pipe, family.components)
-    drawing: Any = sys.modules[type(pipe).__module__]
-    draw = getattr(drawing, "randn_tensor", None)
+    parts = [pipe, *(all_blocks(pipe.blocks) if is_modular(pipe) else ())]
+    modules_of_parts = [sys.modules[name] for name in {type(x).__module__ for x in parts}]
+    drawing = [module for module in modules_of_parts if hasattr(module, "randn_tensor")]
     posterior: Any = sys.modules["diffusers.models.autoencoders.vae"]
 
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
-        assert draw is not None, "only put in place of a function"
-        noise: Tensor = draw(*args, **kwargs)
+        noise: Tensor = randn_tensor(*args, **kwargs)
         record.noises.append(noise.clone())
         return noise
 
@@ -133,8 +138,7 @@ def _recorded(
     undo = [intercept_method(module, "forward", each) for module, each in zip(modules, around, strict=True)]
     if (rule := family.components.side) is not None:
         undo.append(intercept_method(getattr(pipe, rule.component), "forward", _recording_side(rule, side)))
-    if draw is not None:
-        undo.append(set_attribute(drawing, "randn_tensor", drawn))
+    undo += [set_attribute(module, "randn_tensor", drawn) for module in drawing]
     undo.append(set_attribute(posterior, "randn_tensor", _no_noise))
     try:
         yield
@@ -173,7 +177,8 @@ def _recording(
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        record.calls.append(passed_arguments({**given, **side["arguments"]}))
+        arguments = passed_arguments({**given, **side["arguments"]})
+        record.calls.append(replace(Tensor, Tensor.clone, arguments))  # some pipelines change their latents in place
         record.steering.append(side["outputs"])
         if answer is None:
             output = forward(*args, **kwargs)

@@ -65,8 +65,8 @@ def explicit_buckets(
         raise FamilyError("at least one size and one number of frames must be given")
     for count in counts:
         if grid.frame_step:
-            rule = f"{grid.frame_step}·n + 1"
-            _check("frames", count, step=grid.frame_step, offset=1, rule=rule)
+            rule = f"{grid.frame_step}·n + {grid.least_frames}"
+            _check("frames", count, step=grid.frame_step, offset=grid.least_frames, rule=rule)
         else:
             grid.check(height=pairs[0][0], width=pairs[0][1], frames=count)
     return tuple(sorted({Bucket(count, h, w) for count, (h, w) in product(counts, pairs)}))

@@ -29,7 +29,7 @@ class Noised:
 
     Attributes:
         noisy: noisy latents, float32 [b, ...], or several by name.
-        times: [b]; float32 sigma for flow matching, otherwise int64.
+        times: of the main latents, [b]; float32 sigma for flow matching, otherwise int64. See `Family.latent_times`.
         target: target of the transformer's prediction, like `noisy`.
         loss_mask: weight of each element in the loss, broadcastable to the target, by name; others have weight 1.
         stored: the stored batch, with dropped captions replaced.
@@ -137,14 +137,19 @@ class Objective(ABC):
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
-        arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
+        each = family.latent_times(noised.times)
+        arguments = family.inputs(noised.noisy, each, noised.stored, options)
         output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
-        losses = [self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()]
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
+        errors = {name: self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()}
+        return _sum([self._at_time(family, errors, name, time) for name, time in by_name(each).items()])
+
+    def _at_time(self, family: Family, errors: dict[str, Tensor], name: str, time: Tensor) -> Tensor:
+        """Return the weighted loss of the latents with one time. Args: name: of the latents; "": all of them."""
+        loss = _sum([x for key, x in errors.items() if name in ("", key)])
         if self.weighting is None:
             return loss
-        sigma = self.sigma(family, noised.times).to(loss.dtype)
+        sigma = self.sigma(family, time).to(loss.dtype)
         return loss * loss_weight(self.weighting, sigma, family.objective.prediction, self.min_snr_gamma)
 
     def noised(
@@ -171,8 +176,9 @@ class Objective(ABC):
         if times is None:
             times = self.times(family, main_latents(clean), step=step, first_index=first_index)
         noisy, target, masks = {}, {}, {}
+        each = by_name(family.latent_times(times))
         for name, x in x0.items():
-            noisy[name], target[name] = self.mix(family, x, noise[name], times)
+            noisy[name], target[name] = self.mix(family, x, noise[name], each.get(name, times))
             if (mask := stored.get(f"{name}_loss_mask" if noisy.keys() != {name} else "loss_mask")) is not None:
                 masks[name] = mask
         for name, given in by_name(family.given_mask(stored, clean)).items():
@@ -226,6 +232,10 @@ class Objective(ABC):
             if installed is not None:
                 return installed.session.groups.data_rank * len(stored)
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
 
 def _noise(clean: Latents, *, stream: int, **key: Any) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from lightning_cp.finetune.latent_cache import (
     fingerprint_of,
     prepare_cache,
 )
-from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
@@ -36,6 +36,7 @@ from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSet
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.finetune.precompute.usable import SHEET, Buckets
+from lightning_cp.pipeline_folder.encoder_files import SETTING, describe_files
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
@@ -116,8 +117,9 @@ def precompute(
             run.ranks.on_first(lambda: _complete(prepared, output, result))
         if settings.sheet:
             with components_on(pipe, family.components.media, device):
+                decode = partial(family.decode, pipe.vae)
                 run.ranks.on_first(
-                    lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet)
+                    lambda: draw_contact_sheet(decode, LatentCache(output), output / SHEET, settings.sheet)
                 )
     return result
 

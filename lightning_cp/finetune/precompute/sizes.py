@@ -31,11 +31,10 @@ def default_size(pipe: Any, family: Family) -> Bucket:
 
 def default_frames(pipe: Any, family: Family) -> int:
     """Return the number of frames that the pipeline samples by default, on the family's grid; 1 for pictures."""
-    step = family.grid.frame_step
-    if not step:
+    if not family.grid.frame_step:
         return 1
     frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or family.default_frames
-    return (frames - 1) // step * step + 1
+    return family.grid.frames_up_to(frames)
 
 
 def _argument(pipe: Any, name: str) -> int | None:
@@ -71,7 +70,8 @@ def buckets_of(
     """
     if frames is None:
         usual = default_frames(pipe, family)
-        frames = sorted({usual if kind == "video" else 1 for kind in kinds}) or [usual]
+        for_picture = 1 if family.grid.least_frames == 1 else usual
+        frames = sorted({usual if kind == "video" else for_picture for kind in kinds}) or [usual]
     if sizes is not None:
         buckets = explicit_buckets(family.grid, sizes=sizes, frames=frames)
         for bucket in buckets:

@@ -86,6 +86,8 @@ def _reason(source: Source, family: Family, buckets: Buckets) -> str | None:
         return "is the contact sheet of a latent cache"
     if source.is_video and not family.grid.frame_step:
         return f"is a video, but {family.name} trains on pictures"
+    if not source.is_video and family.grid.least_frames > 1:
+        return f"is a picture, but {family.name} trains on clips of {family.grid.least_frames} frames or more"
     reference = source.reference
     if family.reference_clips and reference is not None and is_video(reference) != source.is_video:
         kinds = ("a video", "a picture") if source.is_video else ("a picture", "a video")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.files import modular_message
 from lightning_cp.finetune.families.registry import family_class
+from lightning_cp.pipeline_folder.index import plain_index
 from lightning_cp.pipelines.components import load_pipeline
+from lightning_cp.pipelines.modular import class_with_call, is_modular
 
 _SETTING = "model.pretrained"  # holds the source
 _CODE = "contains Python code, which is not run: use a pipeline with classes from diffusers and transformers only"
@@ -40,22 +41,25 @@ def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | N
     index = _index(source)
     kind = _class(source, index)
     components = family_class(kind).components
-    _check_components(source, index, kind, (*components.text, *components.media))
+    needed = [name for name in (*components.text, *components.media) if name not in components.optional]
+    _check_components(source, index, kind, needed)
     configs = {
         name: _config_of(source, name, index[name], dtype) for name in components.models if _is_there(index, name)
     }
     if not configs:
         raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
     dtypes = {"default": dtype, **{name: vae_dtype or dtype for name in components.media if name.endswith("vae")}}
-    pipe = load_pipeline(source, dtypes, setting=_SETTING, without=list(configs), kind=_requiring(kind, configs))
-    pipe.__class__ = kind
+    requiring = None if is_modular(kind) else _requiring(kind, configs)
+    pipe = load_pipeline(source, dtypes, setting=_SETTING, without=list(configs), kind=requiring)
+    if not is_modular(pipe):
+        pipe.__class__ = kind
     for name, config in configs.items():
         setattr(pipe, name, config)
     return pipe
 
 
 def pipeline_class(source: str) -> type:
-    """Return the class of a pipeline in a folder or on the Hub.
+    """Return the class of a pipeline in a folder or on the Hub, see `load_pipeline` for modular ones.
 
     Raises: ValueError: there is no pipeline, or its class is not one of diffusers.
     """
@@ -63,17 +67,19 @@ def pipeline_class(source: str) -> type:
 
 
 def _index(source: str) -> dict[str, Any]:
-    """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged, or that of a modular pipeline."""
+    """Read the index of a pipeline, modular or not. Raises: ValueError: there is none, or it is damaged."""
     import diffusers
 
     try:
         index: Any = diffusers.DiffusionPipeline.load_config(source)
     except (OSError, ValueError, RecursionError) as error:
-        message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
+        index = None
         with suppress(OSError, ValueError, RecursionError):
-            modular: Any = diffusers.ModularPipeline.load_config(source)
-            message = modular_message(modular.get("_class_name"), f"{_SETTING}={source}")
-        raise ValueError(message) from None
+            index = diffusers.ModularPipeline.load_config(source)
+        if not isinstance(index, dict):
+            message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
+            raise ValueError(message) from None
+        index = plain_index(index)
     if not isinstance(index, dict) or not index.get("_class_name"):
         raise ValueError(f"{_SETTING}={source}: its model_index.json names no pipeline class")
     return index
@@ -89,12 +95,14 @@ def _class(source: str, index: dict[str, Any]) -> type:
     kind: Any = getattr(diffusers, name, None)
     if not isinstance(kind, type):
         raise ValueError(f"{_SETTING}={source}: diffusers {diffusers.__version__} has no {name}")
-    return kind
+    return class_with_call(kind) if is_modular(kind) else kind
 
 
 def _check_components(source: str, index: dict[str, Any], kind: type, encoding: Sequence[str]) -> None:
     """Raise FamilyError if a component that encodes is missing, and ValueError if a component's folder is missing."""
-    arguments = inspect.signature(kind).parameters
+    arguments: Mapping[str, inspect.Parameter] = inspect.signature(kind).parameters
+    if is_modular(kind):
+        arguments = {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in encoding}
     needed = [x for x in encoding if x in arguments and arguments[x].default is inspect.Parameter.empty]
     missing = [name for name in needed if not _is_there(index, name)]
     if missing:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.families.cases import made
 from tests.harness import warm
 from tests.pipelines import table
 
@@ -48,6 +49,16 @@ def test_proofs_of_side_models_pass_on_three_ranks(
     completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", *size)
     assert completed.returncode == 0, completed.stderr
     assert f": family {family}" in completed.stdout
+    assert completed.stdout.count("passed") == 4
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
+    made("minimax_h3").save_pretrained(str(tmp_path / "pipeline"))
+    completed = _check(tmp_path, "pretrained=pipeline", "height=16", "width=32")
+    assert completed.returncode == 0, completed.stderr
+    assert "MiniMaxH3ModularPipeline: family minimax_h3" in completed.stdout
     assert completed.stdout.count("passed") == 4
 
 

@@ -18,12 +18,14 @@ from tests.families.cases import CASES
 pytestmark = pytest.mark.full
 CALLS: dict[str, dict[str, Any]] = {  # the tiny transformers have no table of sizes
     "sana_euler": {"use_resolution_binning": False},
+    "sana_video": {"use_resolution_binning": False, "frames": 9},
     "pixart_sigma": {"use_resolution_binning": False, "clean_caption": False},
 }
 
 
 @pytest.mark.parametrize(
-    "case", ["sana_euler", "pixart_sigma", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_image_to_video"]
+    "case",
+    ["sana_euler", "sana_video", "pixart_sigma", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_image_to_video"],
 )
 def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -> None:
     from diffusers import DiffusionPipeline
@@ -50,7 +52,7 @@ def test_losses_are_equal_and_the_result_is_sampled(case: str, tmp_path: Path) -
         return
     pipe = DiffusionPipeline.from_pretrained(made / "pipe")
     frames, height, width = CASES[case].size
-    call |= {"num_frames": frames} if frames > 1 else {}
+    call |= {"num_frames": frames} if frames > 1 and "frames" not in call else {}
     if case.endswith("_image_to_video"):
         call["image"] = Image.fromarray(frames_of(1, CASES[case].size)[0])  # it decides height and width
     else:

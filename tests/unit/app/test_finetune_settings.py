@@ -18,7 +18,11 @@ from lightning_cp.launch import Machine
 CONF = Path(__file__).parents[3] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
 SIDES = {f"finetune_{name}": name for name in ("flux_controlnet", "qwen_image_controlnet", "wan_vace")}
-RANKS = {"finetune_ltx": 128, "finetune_ltx2": 32}  # experiments with the settings of the makers' trainers
+RANKS = {
+    "finetune_ltx": 128,
+    "finetune_ltx2": 32,
+    "finetune_minimax_h3": 16,
+}  # experiments with the settings of the makers' trainers
 
 
 class NoGpu(Machine):
@@ -69,7 +73,21 @@ def here(tmp_path: Path) -> Path:
             "transformer_2/config.json": {},
         },
         "empty": {"model_index.json": {}},
-        "modular": {"modular_model_index.json": {"_class_name": "MiniMaxH3ModularPipeline"}},
+        "modular": {
+            "modular_model_index.json": {
+                "_class_name": "MiniMaxH3ModularPipeline",
+                "transformer": ["diffusers", "MiniMaxH3Transformer3DModel", {"subfolder": "transformer"}],
+                "transformer_ref": [None, None, {"subfolder": ""}],
+                "vae": ["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "vae"}],
+            },
+            "transformer/config.json": {"num_attention_heads": 4},
+            "vae/config.json": {},
+        },
+        "other_family": {"index.json": {"family": "flux"}, "complete.json": {"samples": 6}},
+        "other_vae": {
+            "index.json": {"family": "wan", "settings": {"pipeline_files": {"vae": "0" * 32}}},
+            "complete.json": {"samples": 6},
+        },
         "cache": {
             "index.json": {},
             "complete.json": {"samples": 6},
@@ -129,11 +147,13 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "krea2",
         "ltx",
         "ltx2",
+        "minimax_h3",
         "pixart_sigma",
         "qwen_image",
         "qwen_image_controlnet",
         "qwen_image_edit",
         "sana",
+        "sana_video",
         "sd3",
         "wan",
         "wan22",
@@ -172,6 +192,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "model.quantize=nf4 strategy=cp_fsdp ring=2 lora.lokr=4",
         "model.offload=true model.quantize=fp8 strategy=cp ring=2 activation_checkpointing=selective",
         "model.pretrained=HERE/int8 strategy=cp ring=2",
+        "model.pretrained=HERE/modular strategy=cp ring=2",
     ],
 )
 def test_valid_settings_pass(here: Path, overrides: str) -> None:
@@ -180,9 +201,20 @@ def test_valid_settings_pass(here: Path, overrides: str) -> None:
 
 REFUSED = [
     (
-        "model.pretrained=HERE/modular",
-        "model.pretrained=HERE/modular is a modular pipeline (MiniMaxH3ModularPipeline), which cannot be fine-tuned",
+        "model.pretrained=HERE/modular model.component=transformer_ref",
+        "model.component=transformer_ref is not in HERE/modular, which has transformer, vae",
     ),
+    ("model.pretrained=HERE/modular model.component=vae", "is AutoencoderKLMiniMaxH3, no transformer: use one of tran"),
+    (
+        "data.path=HERE/other_family",
+        "data.path=HERE/other_family was encoded for flux, but model.pretrained=HERE/pipe is a WanPipeline, of the "
+        "family wan: encode the data with this pipeline",
+    ),
+    (
+        "data.path=HERE/other_family model.pretrained=HERE/modular",
+        "is a MiniMaxH3ModularPipeline, of the family minimax_h3: encode the data with this pipeline",
+    ),
+    ("data.path=HERE/other_vae", "data.path=HERE/other_vae was encoded with another vae than model.pretrained=HERE/pi"),
     (
         "strategy=cp ring=4 ulysses=2",
         r"shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the pro",

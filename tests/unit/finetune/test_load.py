@@ -112,7 +112,7 @@ def test_a_source_that_is_no_pipeline_is_refused(load: Callable[..., nn.Module],
     assert "it has no model_index.json: use a folder saved by save_pretrained" in error(load, tmp_path)
     assert "it holds one model, so use its parent folder" in error(load, wan / "transformer")
     (tmp_path / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
-    assert "is a modular pipeline (MiniMaxH3ModularPipeline), which cannot be fine-tuned" in error(load, tmp_path)
+    assert "has no transformer 'transformer', only no models at all" in error(load, tmp_path)
 
 
 @both

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_cp.pipelines import load_pipeline
+from tests.families.cases import made
 
 
 @pytest.mark.parametrize("where", ["pipeline", "component", "library"])
@@ -29,3 +30,11 @@ def test_a_pipeline_with_code_of_its_own_is_refused_with_the_setting_and_the_fil
         load_pipeline(str(tmp_path), torch.float32)
     assert "\n" not in str(refused.value)
     assert not ran.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_that_was_saved_without_components_is_loaded(tmp_path: Path) -> None:
+    made("sd3_without_t5").save_pretrained(tmp_path / "pipe")
+    pipe = load_pipeline(str(tmp_path / "pipe"), torch.float32)
+    assert (pipe.text_encoder_3, pipe.tokenizer_3) == (None, None)
+    assert pipe.text_encoder_2 is not None

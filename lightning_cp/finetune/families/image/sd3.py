@@ -34,7 +34,8 @@ class StableDiffusion3(Family):
     name = "sd3"
     pipelines = ("StableDiffusion3Pipeline",)
     components = Components(
-        text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+        text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
+        optional=("text_encoder_3", "tokenizer_3"),
     )
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 

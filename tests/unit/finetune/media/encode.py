@@ -17,7 +17,7 @@ STEP = 4  # grey levels from one frame to the next
 
 def grey_frames(count: int, height: int = 48, width: int = 64) -> list[NDArray[np.uint8]]:
     """Frames; their grey level is their number."""
-    return [np.full((height, width, 3), STEP * i, np.uint8) for i in range(count)]
+    return [np.full((height, width, 3), STEP * i % 256, np.uint8) for i in range(count)]
 
 
 def numbers(clip: Tensor) -> list[int]:
@@ -60,13 +60,13 @@ def write_video(
 def write_clip(
     file: Path, sound: NDArray[np.float32], *, rate: int = 16_000, delay_s: float = 0.0, frames: int = 24
 ) -> Path:
-    """Write a video of a second, 24 frames, with a lossless track. Args: sound: [channels, samples]."""
+    """Write a video of 24 frames per second with a lossless track. Args: sound: [channels, samples]."""
     with av.open(str(file), "w") as container:
         video = container.add_stream("libx264", rate=24, options={"crf": "4"})
         video.height, video.width, video.pix_fmt = 48, 64, "yuv420p"
         layout = "stereo" if len(sound) == 2 else "mono"
         track = container.add_stream("flac", rate=rate, layout=layout, format="s16")
-        for i, pixels in enumerate(grey_frames(24)):
+        for i, pixels in enumerate(grey_frames(frames)):
             frame = av.VideoFrame.from_ndarray(pixels, "rgb24").reformat(format="yuv420p")
             frame.pts, frame.time_base = i, Fraction(1, 24)
             container.mux(video.encode(frame))

@@ -22,7 +22,7 @@ CLIPS: dict[str, Any] = {"sizes": [[32, 48]], "frames": 5, "dtype": torch.float3
 
 def pipeline(folder: Path, case: str = "flux") -> Path:
     """Save a tiny pipeline."""
-    made(case).save_pretrained(folder)
+    made(case).save_pretrained(str(folder))
     return folder
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def saved(folder: Path, case: str = "flux") -> Path:
-    made(case).save_pretrained(folder)
+    made(case).save_pretrained(str(folder))
     return folder
 
 
@@ -100,10 +100,27 @@ def test_a_folder_that_is_no_pipeline(tmp_path: Path, content: str | None) -> No
     assert "\n" not in str(raised.value)
 
 
-def test_a_modular_pipeline_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_modular_pipeline_without_its_encoders(tmp_path: Path) -> None:
     (tmp_path / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')
-    with pytest.raises(ValueError, match=r"is a modular pipeline \(MiniMaxH3ModularPipeline\), which cannot be fine-"):
+    with pytest.raises(FamilyError, match="has no text_encoder and no tokenizer and no processor and no vae and no au"):
         load_encoders(str(tmp_path), torch.float32)
+
+
+def test_a_modular_pipeline_without_a_family(tmp_path: Path) -> None:
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "AnimaModularPipeline"}')
+    with pytest.raises(FamilyError, match="no family is registered for AnimaModularPipeline"):
+        load_encoders(str(tmp_path), torch.float32)
+
+
+def test_code_of_a_modular_pipeline_is_not_run(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "pipe", "minimax_h3")
+    path = folder / "modular_model_index.json"
+    index = json.loads(path.read_text())
+    (folder / "tokenizer" / "mine.py").write_text("raise SystemExit('code of a stranger')")
+    index["tokenizer"][0] = index["tokenizer"][2]["type_hint"][0] = "mine"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="contains Python code"):
+        load_encoders(str(folder), torch.float32)
 
 
 @pytest.mark.parametrize("component", ["vae", "transformer"])

@@ -1,0 +1,48 @@
+"""Model families of this package, by name. Imports neither torch nor diffusers."""
+
+from __future__ import annotations
+
+FAMILIES = {  # name of the family -> its module and class, imported when first needed, and the pipeline's class name
+    "flux": ("image.flux", "Flux", "FluxPipeline"),
+    "flux_controlnet": ("image.controlnet", "FluxControlNet", "FluxControlNetPipeline"),
+    "flux_kontext": ("image.flux", "FluxKontext", "FluxKontextPipeline"),
+    "flux2": ("image.flux2", "Flux2", "Flux2Pipeline"),
+    "flux2_klein": ("image.flux2", "Flux2Klein", "Flux2KleinPipeline"),
+    "krea2": ("image.krea2", "Krea2", "Krea2Pipeline"),
+    "ltx": ("video.ltx", "LTX", "LTXPipeline"),
+    "ltx_condition": ("video.ltx", "LTXCondition", "LTXConditionPipeline"),
+    "ltx_image_to_video": ("video.ltx", "LTXImageToVideo", "LTXImageToVideoPipeline"),
+    "ltx2": ("video.ltx2", "LTX2", "LTX2Pipeline"),
+    "ltx2_image_to_video": ("video.ltx2", "LTX2ImageToVideo", "LTX2ImageToVideoPipeline"),
+    "minimax_h3": ("video.minimax_h3", "MiniMaxH3", "MiniMaxH3ModularPipeline"),
+    "wan": ("video.wan", "Wan", "WanPipeline"),
+    "wan_image_to_video": ("video.wan_image", "WanImageToVideo", "WanImageToVideoPipeline"),
+    "wan_vace": ("video.wan_vace", "WanVACE", "WanVACEPipeline"),
+    "cogvideox": ("video.cogvideox", "CogVideoX", "CogVideoXPipeline"),
+    "cogvideox_image_to_video": ("video.cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
+    "sd3": ("image.sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
+    "qwen_image": ("image.qwen_image", "QwenImage", "QwenImagePipeline"),
+    "qwen_image_controlnet": ("image.controlnet", "QwenImageControlNet", "QwenImageControlNetPipeline"),
+    "qwen_image_edit": ("image.qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
+    "qwen_image_edit_plus": ("image.qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
+    "z_image": ("image.z_image", "ZImage", "ZImagePipeline"),
+    "sana": ("image.sana", "Sana", "SanaPipeline"),
+    "sana_video": ("video.sana_video", "SanaVideo", "SanaVideoPipeline"),
+    "hunyuan_video": ("video.hunyuan_video", "HunyuanVideo", "HunyuanVideoPipeline"),
+    "hunyuan_video15": ("video.hunyuan_video", "HunyuanVideo15", "HunyuanVideo15Pipeline"),
+    "hunyuan_video15_image_to_video": (
+        "video.hunyuan_video",
+        "HunyuanVideo15ImageToVideo",
+        "HunyuanVideo15ImageToVideoPipeline",
+    ),
+    "pixart_sigma": ("image.pixart", "PixArtSigma", "PixArtSigmaPipeline"),
+}
+
+
+def family_of_pipeline(kind: object) -> str | None:
+    """Return the name of the family of a pipeline's class, also of a modular one; None if it is not in the table.
+
+    Args: kind: the name of the class.
+    """
+    by_pipeline = {pipeline: name for name, (_, _, pipeline) in FAMILIES.items()}
+    return by_pipeline.get(str(kind)) or by_pipeline.get(str(kind).replace("Modular", ""))
