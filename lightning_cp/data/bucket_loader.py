@@ -75,7 +75,8 @@ def bucket_loader(
         num_workers, settings: further arguments of DataLoader.
     Raises:
         TypeError: `data` has no `buckets` or no `collate`, or `ranks` has no data ranks.
-        ValueError: `buckets` does not have one key per sample, or see `BucketBatchSampler`.
+        ValueError: `buckets` does not have one key per sample, a sample has a weight in the loss (`weights`), or see
+            `BucketBatchSampler`.
     """
     _check_data(data)
     data_rank, data_size = data_shard_of(ranks)
@@ -109,6 +110,11 @@ def _check_data(data: BucketedData) -> None:
     for name, meaning in (("buckets", "the key of each sample"), ("collate", "a function from samples to a batch")):
         if not hasattr(data, name):
             raise TypeError(f"{type(data).__name__} must have an attribute `{name}`: {meaning}")
+    if any(weight != 1 for weight in getattr(data, "weights", ())):
+        raise ValueError(
+            f"{type(data).__name__} has samples with a weight in the loss, which these batches do not carry: use "
+            "lightning_cp.finetune.divided_loader(mixed=False)"
+        )
     if len(data.buckets) != len(data):
         raise ValueError(
             f"{type(data).__name__}.buckets has {len(data.buckets)} keys for {len(data)} samples: it must have one "

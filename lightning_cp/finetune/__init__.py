@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
     from lightning_cp.finetune.card import ModelCard
     from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import hold_out
     from lightning_cp.finetune.divided_data import divided_loader
     from lightning_cp.finetune.host_weights import offload_blocks
     from lightning_cp.finetune.load import load_transformer, meta_transformer
-    from lightning_cp.finetune.lora import LoraSettings, add_lora
     from lightning_cp.finetune.module import FineTuning
     from lightning_cp.finetune.prompt_samples import PromptSampler
     from lightning_cp.finetune.quantize import quantize_base
@@ -44,13 +44,13 @@ __all__ = [
 _HOMES = {
     "FineTuning": "module",
     "HeldOutData": "validation",
-    "LoraSettings": "lora",
+    "LoraSettings": "adapters.lora",
     "ModelCard": "card",
     "PromptSampler": "prompt_samples",
     "SteeredTransformer": "side",
     "Validation": "validation",
     "ValidationResult": "validation",
-    "add_lora": "lora",
+    "add_lora": "adapters.lora",
     "divided_loader": "divided_data",
     "freeze_base": "side",
     "hold_out": "data",

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.export import LORA_FILE
-from lightning_cp.finetune.lora_file import SECOND_EXPERT
+from lightning_cp.finetune.adapters.lora_file import SECOND_EXPERT
 
 CARD = "README.md"
 # A name with one of these words has a secret as its value, in the command or inside of a value.

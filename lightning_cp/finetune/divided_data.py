@@ -90,7 +90,7 @@ def divided_loader(
     `seed` and the step only, not on the number of ranks. To resume, pass the number of completed steps as `start_step`.
 
     Args:
-        data: data set such as `LatentData`.
+        data: data set such as `LatentData`. If it has `weights`, they are factors of the samples' losses.
         batch_size: global batch size, over all data ranks.
         ranks: the strategy; its `degrees` choose the context degree of each step. None: one process loads all the data.
         seed: seed of the order and of the workers.
@@ -110,6 +110,7 @@ def divided_loader(
         part_size=micro_batch_size,
         equal_parts=bool(getattr(ranks, "shards_weights", False)),
         reduction=reduction,
+        weights=getattr(data, "weights", None),
     )
     sampler = DividedBatchSampler(division, batch_size, step_degrees(ranks), mixed=mixed, seed=seed)
     if start_step:
@@ -126,6 +127,11 @@ def divided_loader(
         num_workers=num_workers,
         **{**defaults, **settings},
     )
+
+
+def needs_division(data: object, ranks: Any) -> bool:
+    """Return whether batches must be divided: samples have weights in the loss, or steps have degrees."""
+    return any(weight != 1 for weight in getattr(data, "weights", ())) or bool(step_degrees(ranks).by_tokens)
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from typing_extensions import override
 from lightning_cp.data import bucket_loader
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
-from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
-from lightning_cp.finetune.divided_data import set_degree
+from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE, write_for_comfyui
+from lightning_cp.finetune.adapters.lora_plus import scale_second_matrices
+from lightning_cp.finetune.divided_data import divided_loader, needs_division, set_degree
 from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
-from lightning_cp.finetune.lora_plus import scale_second_matrices
 from lightning_cp.finetune.objectives import (
     ExpertFlowMatching,
     MicroBatch,
@@ -67,6 +67,7 @@ class FineTuning(LightningModule):
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
+        mixed: batches of `data` hold samples of all sizes, see `divided_loader`; False: of one size.
         micro_batch_size: gradient accumulation: number of samples that a rank passes through the transformer at once;
             None: all of its samples. Losses and weights do not depend on it, unlike with Lightning's
             `accumulate_grad_batches`.
@@ -89,6 +90,7 @@ class FineTuning(LightningModule):
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         data: Any = None,
         batch_size: int = 1,
+        mixed: bool = False,
         micro_batch_size: int | None = None,
         num_workers: int = 0,
         held_out: Any = None,
@@ -108,6 +110,7 @@ class FineTuning(LightningModule):
         self.batches, self.component = 0, component
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
+        self._mixed = mixed
         self._micro_batch_size, self._has_gradients = micro_batch_size, False
         self._means: tuple[Tensor, Tensor, int] | None = None  # loss, sigma and number of samples, to be logged
         self._lora_lr_ratio = lora_lr_ratio
@@ -277,15 +280,17 @@ class FineTuning(LightningModule):
                 f"{type(strategy).__name__}: use lightning_cp.pytorch.ContextParallelStrategy (ring=1 is data "
                 "parallelism), or give Trainer.fit a loader"
             )
-        return bucket_loader(
-            self._data,
-            batch_size=self._batch_size,
-            ranks=strategy if has_data_ranks else None,
-            seed=self.objective.seed,
-            with_epoch=True,
-            start_step=self.batches,
-            num_workers=self._num_workers,
-        )
+        settings: dict[str, Any] = {
+            "batch_size": self._batch_size,
+            "ranks": strategy if has_data_ranks else None,
+            "seed": self.objective.seed,
+            "start_step": self.batches,
+            "num_workers": self._num_workers,
+        }
+        if self._mixed or needs_division(self._data, settings["ranks"]):
+            part_size = 1 if self.family.one_per_call else self._micro_batch_size
+            return divided_loader(self._data, mixed=self._mixed, micro_batch_size=part_size, **settings)
+        return bucket_loader(self._data, with_epoch=True, **settings)
 
     @override
     def val_dataloader(self) -> list[int]:

@@ -15,7 +15,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.pipeline_folder.index import MODULAR_INDEX, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
-from lightning_cp.pipelines.modular import load_modular
+from lightning_cp.pipelines.placement.modular import load_modular
 from lightning_cp.plans import refusal, registered_plan
 
 

@@ -15,7 +15,7 @@ OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
     "finetune/families/video/spectrogram.py": {"transformers"},
-    "finetune/lora.py": {"peft"},
+    "finetune/adapters/lora.py": {"peft"},
     "finetune/media/archives/parquet.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/terminal.py": {"transformers"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 from tests.unit.imported import PACKAGE, imported_files, imported_modules
@@ -43,6 +44,7 @@ LAYERS = (
         "callbacks",
         "export",
         "finetune",
+        "finetune.adapters",
         "finetune.family_check",
         "finetune.precompute",
         "_register",
@@ -80,6 +82,11 @@ def test_every_folder_has_a_layer() -> None:
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     there |= {f"finetune.{path.parent.name}" for path in PACKAGE.glob("finetune/*/__init__.py")}
     assert there <= LEVEL.keys(), f"without a layer: {there - LEVEL.keys()}"
+
+
+def test_a_folder_has_at_most_20_files() -> None:
+    sizes = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    assert [name for name, size in sizes.items() if size > 20] == ["plans"]
 
 
 def test_the_wheel_has_every_folder() -> None:

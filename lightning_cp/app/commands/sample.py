@@ -60,7 +60,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
     from lightning_cp.app.training.precision import WithPrecision
     from lightning_cp.engine import apply_context_parallel
-    from lightning_cp.finetune.lora_file import load_loras
+    from lightning_cp.finetune.adapters.lora_file import load_loras
     from lightning_cp.pipelines import sampling_ranks
     from lightning_cp.sampling import SamplingSettings, draw_samples
     from lightning_cp.training.ranks import DataShard
@@ -117,8 +117,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.app.settings.formats import check_clip_format
+    from lightning_cp.finetune.adapters.lora_file import load_loras
     from lightning_cp.finetune.load import load_exported, meta_transformers
-    from lightning_cp.finetune.lora_file import load_loras
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, planned_transformers
 

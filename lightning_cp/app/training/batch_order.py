@@ -13,7 +13,7 @@ from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.files import read_json
-from lightning_cp.finetune.divided_data import step_degrees
+from lightning_cp.finetune.divided_data import needs_division, step_degrees
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.fits import width_of
 from lightning_cp.finetune.weight_files import local_pipeline
@@ -21,15 +21,20 @@ from lightning_cp.training.ranks import DataShard
 
 
 def batch_order(config: DictConfig, data: Any, family: Family, strategy: Any) -> OrderSampler:
-    """Build the sampler of a cache's samples: batches of one size, or divided ones (`data.mixed`, `degrees`).
+    """Build the sampler of a cache's samples: batches of one size, or divided ones (`data.mixed`, `degrees`, weights).
 
     Args:
         data: the training data.
         strategy: it has the data ranks.
     """
-    if config.data.mixed or config.degrees.by_tokens:
-        division = _division(config, data, family)
-        degrees = step_degrees(None if is_single(config) else strategy)
+    ranks = None if is_single(config) else strategy
+    if config.data.mixed or needs_division(data, ranks):
+        if config.data.leftovers != "carry":  # mixed data and degrees are checked before: these are weights
+            raise ValueError(
+                f"data.leftovers={config.data.leftovers} does not work with samples that have a weight in the loss: "
+                "use data.leftovers=carry"
+            )
+        division, degrees = _division(config, data, family), step_degrees(ranks)
         return DividedBatchSampler(division, config.batch_size, degrees, mixed=config.data.mixed, seed=config.seed)
     shard = DataShard.of(strategy)
     return BucketBatchSampler(
@@ -53,4 +58,5 @@ def _division(config: DictConfig, data: Any, family: Family) -> BatchDivision:
         part_size=1 if family.one_per_call else config.micro_batch_size,
         equal_parts=shards_weights(config),
         reduction=config.objective.reduction,
+        weights=data.weights,
     )

@@ -26,6 +26,8 @@ from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
+from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
 from lightning_cp.finetune.experts import Experts, named_transformers
@@ -35,8 +37,6 @@ from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.finetune.load import load_transformer, meta_transformer
-from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.lora_metadata import add_metadata
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData

@@ -33,7 +33,7 @@ STEPS, BATCH = 4, 5
 class Clips(Dataset[Any]):
     """Thirteen random clips of five sizes with captions of different lengths, in float64."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, weights: list[float] | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         self.family, self.samples, self.drawn = family, [], Counter[tuple[int, int]]()
         for number in range(13):
@@ -41,6 +41,7 @@ class Clips(Dataset[Any]):
             text = torch.randn(2 + number, 16, generator=generator, dtype=torch.float64)
             self.samples.append({"latents": latents, "prompt_embeds": text})
         self.buckets = [tuple(sample["latents"].shape) for sample in self.samples]
+        self.weights = weights or [1.0] * 13
         self.tokens = [family.grid.tokens(shape) for shape in self.buckets]
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ def _fit(rank: int, world: int, kind: Any, settings: dict[str, Any], run: dict[s
         optimizer=lambda trained: torch.optim.SGD(trained, lr=0.02),
     )
     strategy = kind(**settings) if kind else "auto"
-    data, recorded = Clips(family), Recorded()
+    data, recorded = Clips(family, run.get("weights")), Recorded()
     resume = run.get("resume")
     trainer = trainer_of(rank, world, strategy, max_steps=run.get("steps", STEPS), callbacks=[recorded])
     loader = _Later(data, strategy if kind else None, {"start_step": 2 if resume else 0, **run.get("loader", {})})
@@ -161,6 +162,19 @@ def test_degrees_of_batches_of_one_size_equal_one_process(kind: Any, run_ranks: 
     runs = run_ranks(4, _fit, kind, DEGREES, run, init=False)
     _equals(runs, one)
     assert len(set(runs[0]["degrees"])) > 1
+
+
+def test_weights_of_samples_are_factors_of_their_losses(run_ranks: RankPool) -> None:
+    """The weights of one epoch's samples change every loss; with all weights 0.5, losses are half of those without."""
+    run = {"steps": 2, "weights": [1.0, 0.25] * 6 + [2.0]}
+    (one,) = run_ranks(1, _fit, None, {}, run, init=False)
+    for found in run_ranks(3, _fit, FSDP, {}, run, init=False):
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-8)
+    plain, half = (
+        run_ranks(1, _fit, None, {}, {"steps": 1, **x}, init=False)[0] for x in ({}, {"weights": [0.5] * 13})
+    )
+    assert half["losses"][0] == pytest.approx(0.5 * plain["losses"][0], rel=1e-12)
+    assert abs(one["losses"][0] / plain["losses"][0] - 1) > 1e-3
 
 
 @pytest.mark.full

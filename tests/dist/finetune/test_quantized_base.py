@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
+from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.load import load_transformer, meta_transformer
-from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import QuantizedLinear, quantize_base
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.dist.lightning_ranks import fabric_of, whole

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_cp.finetune.lora_file import load_loras
+from lightning_cp.finetune.adapters.lora_file import load_loras
 from tests.e2e.finetune.test_finetune import LORA_FILE, tune
 from tests.e2e.finetuning import frames_of, write_cache
 from tests.families.cases import CASES

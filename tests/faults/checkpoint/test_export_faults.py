@@ -19,7 +19,7 @@ from lightning_cp.checkpoint import folder as folders
 from lightning_cp.errors import ExportError
 from lightning_cp.export import LORA_FILE
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora
-from lightning_cp.finetune.comfyui import COMFYUI_FILE
+from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE
 from lightning_cp.objectives import FlowMatching
 from tests.harness import RankPool, warm
 from tests.models import TINY

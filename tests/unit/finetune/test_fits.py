@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
+from lightning_cp.finetune.adapters.lora_file import load_loras, read_lora
 from lightning_cp.finetune.families.schedule import diffusion_facts
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
-from lightning_cp.finetune.lora_file import load_loras, read_lora
 
 FACTS: dict[str, Any] = {
     "pixels": 16,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.finetune.host_weights import HostWeights, offload_blocks
-from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import quantize_base
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.models import TINY

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_cp.export import save_lora
 from lightning_cp.finetune import LoraSettings, add_lora
-from lightning_cp.finetune.comfyui import COMFYUI_FILE, comfyui_names, write_for_comfyui
+from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE, comfyui_names, write_for_comfyui
 from tests.models import TINY
 
 

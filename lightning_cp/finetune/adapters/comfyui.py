@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.checkpoint.folder import atomic_file
-from lightning_cp.finetune.lora_file import read_lora
+from lightning_cp.finetune.adapters.lora_file import read_lora
 
 COMFYUI_FILE = "comfyui.safetensors"
 _SAME_NAMES = (

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
+from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
+from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.finetune.families import Family
-from lightning_cp.finetune.lora_file import LoraFile, read_lora
-from lightning_cp.finetune.lora_targets import matched_layers, named_layers, ranks_of_layers
-from lightning_cp.finetune.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.training.ema import full_tensor
 
 _RANK = 16  # of a new adapter

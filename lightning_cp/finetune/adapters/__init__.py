@@ -1,0 +1,1 @@
+"""LoRA and its relatives: add adapters, read and write their files."""
