@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_cp.checkpoint.folder import atomic_folder
+from lightning_cp.comm.agree import text_of
 from lightning_cp.errors import ExportError
 from lightning_cp.training.ema import gather_on_first_rank
 
@@ -131,7 +132,7 @@ def on_rank_zero(write: Callable[[], object]) -> None:
         except Exception as error:
             if not dist.is_initialized() and not isinstance(error, _DISK_ERRORS):
                 raise
-            failure = [f"{type(error).__name__}: {error}"]
+            failure = [text_of(error)]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -47,9 +47,7 @@ class _FabricMixin(ContextParallelMixin):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
         reduced = super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc]
-        if not is_world(group) or not isinstance(reduced, Tensor):
-            return reduced
-        return sum_once(reduced, reduce_op, self.context.groups)
+        return sum_once(reduced, reduce_op, self.context.groups) if is_world(group) else reduced
 
     @override
     def watch_trained(self, wrapper: nn.Module) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -47,9 +47,7 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
         reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
-        if not is_world(group) or not isinstance(reduced, Tensor):
-            return reduced
-        return sum_once(reduced, reduce_op, self.context.groups)
+        return sum_once(reduced, reduce_op, self.context.groups) if is_world(group) else reduced
 
     def _adapt(self, trainer: Trainer) -> None:
         """Adapt what divides data over ranks or counts ranks, in a Trainer: samplers and throughput monitors."""

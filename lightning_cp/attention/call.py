@@ -163,7 +163,7 @@ def exchange_lengths(
         if mask is not None:
             lengths = _add_mask_kind(lengths, mask, q, k)
     else:
-        lengths = _exchange(q, k, v, mask, check=check, groups=groups, settings=settings)
+        lengths = _exchange(q, k, mask, check=check, groups=groups, settings=settings)
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
@@ -211,7 +211,6 @@ def _possible_mask_kinds(mask_q: int, mask_k: int, own_q: int, own_k: int, all_k
 def _exchange(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     mask: Tensor | None,
     *,
     check: Callable[[], None],

@@ -1,4 +1,4 @@
-"""What an attention call needs besides its tensors, derived and checked once for equal shapes, lengths and settings."""
+"""Exchanges of an attention call: derived and checked once for equal shapes, lengths and settings."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ class BackgroundGather:
     Attributes:
         work: handle of `torch.distributed`.
         gathered: float64 [ranks, values] on the host, valid once the all-gather is done.
-        held: tensors on the device that must stay alive until then.
+        kept_alive: tensors on the device that must stay alive until then.
         copied: CUDA event recorded after the copy to the host; None on CPU.
     """
 
     work: Any
     gathered: Tensor
-    held: tuple[Tensor, ...] = ()
+    kept_alive: tuple[Tensor, ...] = ()
     copied: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class BackgroundGather:
                 ) from error
         else:
             self.copied.synchronize()
-        self.held = ()
+        self.kept_alive = ()
         _unread.discard(self)
         values: npt.NDArray[np.float64] = self.gathered.numpy()
         return values

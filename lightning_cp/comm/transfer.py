@@ -35,16 +35,16 @@ class Pending:
     number: int = 0
     works: Sequence[dist.Work] = ()
     recv_buffers: Sequence[tuple[Tensor, Tensor]] = ()  # (host buffer, device buffer)
-    held: Sequence[Tensor] = ()
+    kept_alive: Sequence[Tensor] = ()
 
     def staged(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Return the buffers to send from and receive into: on the host if the backend needs it. Both are held."""
+        """Return the buffers to send from and receive into: on the host if the backend needs it. Keeps both alive."""
         if not sent.is_cpu:
             sent, target = _host(sent, group), _recv_buffer(received, group)
             if target is not received:
                 self.recv_buffers = [(target, received)]
                 received = target
-        self.held = (sent, received)
+        self.kept_alive = (sent, received)
         return sent, received
 
     def wait(self) -> None:
@@ -58,7 +58,7 @@ class Pending:
         STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
-        self.works = self.recv_buffers = self.held = ()
+        self.works = self.recv_buffers = self.kept_alive = ()
 
 
 def exchange(
@@ -70,20 +70,20 @@ def exchange(
     Ranks: each peer, with matching sends and receives in the same order.
     """
     pending = _begin(sum(buffer.numel() * buffer.element_size() for _, buffer in sends))
-    held: list[Tensor] = []
+    kept_alive: list[Tensor] = []
     copies: list[tuple[Tensor, Tensor]] = []
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
         if buffer.numel():
-            held.append(_host(buffer, group))
-            operations.append(dist.P2POp(dist.isend, held[-1], group=group, group_peer=peer))
+            kept_alive.append(_host(buffer, group))
+            operations.append(dist.P2POp(dist.isend, kept_alive[-1], group=group, group_peer=peer))
     for peer, buffer in receives:
         if buffer.numel():
             recv_buffer = _recv_buffer(buffer, group)
             if recv_buffer is not buffer:
                 copies.append((recv_buffer, buffer))
             operations.append(dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=peer))
-    pending.held, pending.recv_buffers = held, copies
+    pending.kept_alive, pending.recv_buffers = kept_alive, copies
     if operations:
         with _marked(EXCHANGE, pending.number):
             pending.works = dist.batch_isend_irecv(operations)

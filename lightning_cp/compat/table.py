@@ -345,11 +345,6 @@ _TRAINER = [
     ),
     *_uses(
         "trainer",
-        "lightning.pytorch.callbacks.throughput_monitor:ThroughputMonitor",
-        _throughputs="count each sample once",
-    ),
-    *_uses(
-        "trainer",
         "lightning.pytorch.callbacks.weight_averaging:WeightAveraging",
         _average_model="use the weights that Lightning's callback averages",
         _swap_models="use the weights that Lightning's callback averages",

@@ -78,7 +78,7 @@ def bucket_loader(
         ValueError: `buckets` does not have one key per sample, or see `BucketBatchSampler`.
     """
     _check_data(data)
-    data_rank, data_size = _shard(ranks)
+    data_rank, data_size = data_shard_of(ranks)
     sampler = BucketBatchSampler(
         data.buckets,
         batch_size,
@@ -116,7 +116,8 @@ def _check_data(data: BucketedData) -> None:
         )
 
 
-def _shard(ranks: DataRanks | None) -> tuple[int, int]:
+def data_shard_of(ranks: DataRanks | None) -> tuple[int, int]:
+    """Return (data rank, number of data ranks). Raises: TypeError: `ranks` has none."""
     if ranks is None:
         return 0, 1
     if not (hasattr(ranks, "data_rank") and hasattr(ranks, "data_size")):

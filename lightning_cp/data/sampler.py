@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from lightning_cp.data.bucket_order import BucketOrder
+from lightning_cp.data.bucket_order import BucketOrder, Indices
 from lightning_cp.data.wrapped_sampler import WrappedSampler
 
 
@@ -33,14 +33,11 @@ class OrderSampler(Sampler[list[Any]]):
     def __init__(self, order: BucketOrder, *, data_rank: int, data_size: int, with_epoch: bool = False) -> None:
         if data_size < 1 or not 0 <= data_rank < data_size:
             raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
-        if order.batch_size % data_size:
-            raise ValueError(
-                f"batch_size={order.batch_size} is the global batch and must be a multiple of data_parallel={data_size}"
-            )
         self.order = order
         self.num_samples, self.batch_size = order.num_samples, order.batch_size
         self.seed, self.shuffle = order.seed, order.shuffle
         self.data_rank, self.data_size, self.with_epoch = data_rank, data_size, with_epoch
+        self._check_batch_size(data_size)
         self.sampler = AnnouncedEpochs(self)  # Lightning announces epochs to `loader.batch_sampler.sampler`
         self._epoch = 0
         self._start = 0  # first batch of the next iteration
@@ -58,12 +55,23 @@ class OrderSampler(Sampler[list[Any]]):
 
     @override
     def __iter__(self) -> Iterator[list[Any]]:
-        share = slice(self.first_index, self.first_index + self.batch_size // self.data_size)
         start, self._start = self._start, 0
         for batch, (indices, epochs) in enumerate(self.order.batches(self._epoch, start), start=start):
             self._yielded = batch + 1
-            share_indices: list[int] = indices[share].tolist()
-            yield list(zip(share_indices, epochs[share].tolist(), strict=True)) if self.with_epoch else share_indices
+            yield self._share(indices, epochs)
+
+    def _share(self, indices: Indices, epochs: Indices) -> list[Any]:
+        """Return this data rank's items of a global batch. Args: int64 [batch_size], see `BucketOrder.batches`."""
+        share = slice(self.first_index, self.first_index + self.batch_size // self.data_size)
+        items: list[int] = indices[share].tolist()
+        return list(zip(items, epochs[share].tolist(), strict=True)) if self.with_epoch else items
+
+    def _check_batch_size(self, data_size: int) -> None:
+        """Raise ValueError if the batches cannot be divided."""
+        if self.batch_size % data_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is the global batch and must be a multiple of data_parallel={data_size}"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch's order; the next iteration begins with its first batch."""

@@ -19,6 +19,7 @@ from lightning_cp.comm.agree import gather_objects
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
 from lightning_cp.mesh.groups import MeshGroups, groups_for
+from lightning_cp.nest import replace
 
 _TOLERANCE = 1e-9
 _FLOOR = 1e-3  # smallest scale of a relative error: avoids division by values close to zero
@@ -176,7 +177,7 @@ def _run(
     """Return all outputs by name, and each parameter's gradient of a weighted sum of the outputs."""
     model.zero_grad(set_to_none=True)
     with KeepFloat64():
-        arguments = _widened(copy.deepcopy(inputs))
+        arguments = replace(Tensor, _widened, copy.deepcopy(inputs))
         result = model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
         outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
         generator, loss = torch.Generator().manual_seed(5), torch.zeros((), dtype=torch.float64)
@@ -215,17 +216,9 @@ def _wide(value: object) -> object:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _widened(value: Any) -> Any:
-    """Cast all floating-point tensors of a nest to float64, and complex ones to complex128."""
-    if isinstance(value, Tensor):
-        dtype = torch.complex128 if value.is_complex() else torch.float64 if value.is_floating_point() else value.dtype
-        return value.to(dtype)
-    if isinstance(value, dict):
-        return {key: _widened(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_widened(x) for x in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+def _widened(x: Tensor) -> Tensor:
+    """Cast a floating-point tensor to float64, and a complex one to complex128."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)
 
 
 def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:

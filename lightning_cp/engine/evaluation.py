@@ -1,4 +1,4 @@
-"""What the engine asks of an evaluation that takes several forwards, each of which computes a patch of the tokens."""
+"""The state that the engine needs of an evaluation in several forwards, one for each patch of the tokens."""
 
 from __future__ import annotations
 

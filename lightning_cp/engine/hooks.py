@@ -21,7 +21,7 @@ from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.paths import is_compiled
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.hints import missing_split
+from lightning_cp.engine.sharding.missing_split import missing_split
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError

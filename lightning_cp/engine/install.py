@@ -53,8 +53,8 @@ def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes
     Returns: the `ModelHook` that runs the model's forward.
     """
     _install_processors(module, rules, session)
-    for held in (x for inner in module.modules() for x in _held_by(inner)):
-        hold_stand_ins(held)
+    for container in (x for inner in module.modules() for x in _held_by(inner)):
+        hold_stand_ins(container)
     for inner, hook in scopes.hooks(rules):
         add_hooks(inner, before=hook.before, after=hook.after, always=True)
     arguments, outputs = [], []
@@ -90,8 +90,8 @@ def strip(modules: Iterable[nn.Module]) -> None:
         attributes = getattr(original, "__dict__", {})
         if isinstance(attributes.get(_MARKED), ContextParallelConfig):
             del attributes[_MARKED]
-        for held in _held_by(module):
-            hold_originals(held)
+        for container in _held_by(module):
+            hold_originals(container)
 
 
 def original_processor(processor: Any) -> Any:
@@ -101,11 +101,11 @@ def original_processor(processor: Any) -> Any:
 
 def _held_by(owner: Any, depth: int = _DEPTH) -> Iterator[dict[Any, Any] | list[Any]]:
     """Yield the attributes of a module, and of helper objects in them, and lists and dicts: they may hold functions."""
-    held = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
-    if not isinstance(held, (dict, list)):
+    container = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
+    if not isinstance(container, (dict, list)):
         return
-    yield held
-    for value in held.values() if isinstance(held, dict) else held:
+    yield container
+    for value in container.values() if isinstance(container, dict) else container:
         if depth > 0 and not isinstance(value, _NO_HELPERS) and not type(value).__module__.startswith(_LIBRARIES):
             yield from _held_by(value, depth - 1)
 

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.shards import sizes_in
@@ -202,9 +203,9 @@ class Session:
     batch_groups: MeshGroups | None = None
 
     @property
-    def sample(self) -> MeshGroups:
-        """Return the groups of all ranks that compute the current batch; `sample.context` has them all."""
-        return self.groups if self.batch_groups is None else self.batch_groups
+    def batch_group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks that compute the current batch; None for a single rank."""
+        return (self.batch_groups or self.groups).context
 
     def of_copy(self) -> Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_cp.finetune.card import ModelCard
     from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import hold_out
+    from lightning_cp.finetune.divided_data import divided_loader
     from lightning_cp.finetune.load import load_transformer, meta_transformer
     from lightning_cp.finetune.lora import LoraSettings, add_lora
     from lightning_cp.finetune.module import FineTuning
@@ -27,6 +28,7 @@ __all__ = [
     "Validation",
     "ValidationResult",
     "add_lora",
+    "divided_loader",
     "freeze_base",
     "hold_out",
     "load_transformer",
@@ -47,6 +49,7 @@ _HOMES = {
     "Validation": "validation",
     "ValidationResult": "validation",
     "add_lora": "lora",
+    "divided_loader": "divided_data",
     "freeze_base": "side",
     "hold_out": "data",
     "load_transformer": "load",

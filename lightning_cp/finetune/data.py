@@ -18,8 +18,9 @@ class LatentSubset(Subset[Sample]):
     def __init__(self, data: LatentData, items: Sequence[int]) -> None:
         super().__init__(data, items)
         self.collate = data.collate
-        buckets = data.buckets
+        buckets, tokens = data.buckets, data.tokens
         self.buckets = [buckets[item] for item in items]
+        self.tokens = [tokens[item] for item in items]
 
     def __getitem__(self, item: Any) -> Sample:
         number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)

@@ -36,6 +36,7 @@ class _Widths:
     sound: str | None = None
 
 
+_USUAL_WIDTH = 3072  # FLUX.1
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
 _GUIDANCE = {"guidance_embeds": "transformer", "control_guidance_embeds": "controlnet"}  # facts of these models
 _OF_SCHEDULER = {  # fact -> the scheduler that states it, and how it is read
@@ -64,6 +65,12 @@ _WIDTHS = {
     "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
     "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
+
+
+def width_of(config: Mapping[str, Any]) -> int:
+    """Return the width of a transformer's blocks, from its config: head dim times heads, or "dim"."""
+    heads = int(config.get("num_attention_heads", 0)) * int(config.get("attention_head_dim", 0))
+    return heads or int(config.get("dim", 0)) or _USUAL_WIDTH
 
 
 def check_fits(

@@ -20,10 +20,18 @@ from lightning_cp.data import bucket_loader
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
+from lightning_cp.finetune.divided_data import set_degree
 from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.lora_plus import scale_second_matrices
-from lightning_cp.finetune.objectives import ExpertFlowMatching, MicroBatch, Objective, micro_batches, objective_for
+from lightning_cp.finetune.objectives import (
+    ExpertFlowMatching,
+    MicroBatch,
+    Objective,
+    micro_batches,
+    objective_for,
+)
+from lightning_cp.finetune.objectives.divided_batch import DividedBatch
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
@@ -101,6 +109,7 @@ class FineTuning(LightningModule):
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
         self._micro_batch_size, self._has_gradients = micro_batch_size, False
+        self._means: tuple[Tensor, Tensor, int] | None = None  # loss, sigma and number of samples, to be logged
         self._lora_lr_ratio = lora_lr_ratio
         if lora_lr_ratio is not None and not 0 < lora_lr_ratio < math.inf:
             raise ValueError(f"lora_lr_ratio={lora_lr_ratio} must be a positive number, or None")
@@ -108,25 +117,30 @@ class FineTuning(LightningModule):
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None")
 
     @override
-    def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: StoredBatch | DividedBatch, batch_idx: int) -> Tensor:
+        set_degree(batch, self.trainer.strategy)
         *others, last = self.micro_batches(batch, step=self.batches)
         self._has_gradients = bool(others)
-        if others or self.expert is not None:
+        is_divided = isinstance(batch, DividedBatch)
+        if others or is_divided or self.expert is not None:
             self._check_accumulation()
         if others:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
-        values = []
+        values, self._means = [], None
         for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
             values.append(self.loss(part))
             self.trainer.strategy.backward(values[-1][0], None)
         values.append(self.loss(last))
         self.batches += 1
         loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
-        self.report(loss, sigma, samples=len(batch))
+        # logged after the backward: ranks with several parts of a divided batch run a backward in this step
+        self._means = loss, sigma, 1 if is_divided else len(batch)
         return values[-1][0]
 
-    def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, batch: StoredBatch | DividedBatch, *, step: int, first_index: int | None = None
+    ) -> Iterator[MicroBatch]:
         """Divide this rank's batch for gradient accumulation. Of experts, select the one that the step trains.
 
         Args:
@@ -135,7 +149,9 @@ class FineTuning(LightningModule):
         """
         if isinstance(self.objective, ExpertFlowMatching):
             self._experts.select(self.objective.expert_at(step))
-        first = self.objective.first_index(self.transformer, batch) if first_index is None else first_index
+        first = first_index or 0
+        if first_index is None and isinstance(batch, StoredBatch):
+            first = self.objective.first_index(self.transformer, batch)
         size = self._micro_batch_size
         return micro_batches(self.objective, self.family, batch, size=size, step=step, first_index=first)
 
@@ -183,9 +199,16 @@ class FineTuning(LightningModule):
             )
         if number != 1:
             raise ValueError(
-                f"micro_batch_size={self._micro_batch_size} does not work with Trainer(accumulate_grad_batches="
-                f"{number}): leave one of them out"
+                f"Trainer(accumulate_grad_batches={number}) does not work with micro_batch_size="
+                f"{self._micro_batch_size} or with divided batches: leave one of them out"
             )
+
+    @override
+    def on_after_backward(self) -> None:
+        if self._means is not None:  # the last backward of the step
+            loss, sigma, samples = self._means
+            self.report(loss, sigma, samples=samples)
+            set_degree(None, self.trainer.strategy)
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:

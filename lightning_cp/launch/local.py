@@ -156,16 +156,16 @@ def _wait(ranks: Processes, history: History, timeout_s: float) -> None:
 
     Raises: StoppedBySignal: this process received a stop signal.
     """
-    events = ranks.wait(timeout_s)
-    for event in events:
+    stop = None
+    for event in ranks.wait(timeout_s):
         if event.kind is EventKind.STOP:
+            stop = stop or StoppedBySignal(event.message["number"])
             continue
         history.add(event)
         if event.message.get("kind") == "stall":
             history.stalls.show(event.message, ranks.pids())
-    for event in events:
-        if event.kind is EventKind.STOP:
-            raise StoppedBySignal(event.message["number"])
+    if stop is not None:
+        raise stop
 
 
 def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) -> dict[str, str]:

@@ -41,14 +41,7 @@ def free_memory_bytes(accelerator: str) -> int | None:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         except (OSError, StopIteration, ValueError):
             return None
-    answer = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info(0)[0])"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return int(answer.stdout) if answer.returncode == 0 else None
+    return _ask_torch("torch.cuda.mem_get_info(0)[0]")
 
 
 def count_gpus() -> int:
@@ -57,14 +50,14 @@ def count_gpus() -> int:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
-    answer = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return int(answer.stdout) if answer.returncode == 0 else 0
+    return _ask_torch("torch.cuda.device_count() if torch.cuda.is_available() else 0") or 0
+
+
+def _ask_torch(number: str) -> int | None:
+    """Evaluate an expression in a process that imports torch; None if it fails."""
+    command = [sys.executable, "-c", f"import torch; print({number})"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return int(answer.stdout) if answer.returncode == 0 else None
 
 
 def free_port() -> int:

@@ -58,8 +58,8 @@ class Processes:
         self._stops = stops
         self._owners: dict[int, int] = {}  # descriptor -> rank
         self._epoll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
-        self._poll = select.poll()  # where there is no epoll
-        self._register(stops)
+        self._poller: Any = self._epoll or select.poll()
+        self._poller.register(stops, select.POLLIN)
 
     def start(
         self,
@@ -158,13 +158,7 @@ class Processes:
             if descriptor is None:
                 continue
             self._owners[descriptor] = number
-            self._register(descriptor)
-
-    def _register(self, descriptor: int) -> None:
-        if self._epoll is not None:
-            self._epoll.register(descriptor, select.EPOLLIN)
-        else:
-            self._poll.register(descriptor, select.POLLIN)
+            self._poller.register(descriptor, select.POLLIN)
 
     def _has_polling(self) -> bool:
         return any(rank.pidfd is None and rank.process.returncode is None for rank in self._ranks)
@@ -173,9 +167,8 @@ class Processes:
         left_s = max(0.0, deadline - time.monotonic())
         if self._has_polling():
             left_s = min(left_s, _TICK_S)
-        if self._epoll is not None:
-            return [descriptor for descriptor, _ in self._epoll.poll(left_s, 1 + 2 * len(self._ranks))]
-        return [descriptor for descriptor, _ in self._poll.poll(1000 * left_s)]
+        ready = self._poller.poll(1000 * left_s) if self._epoll is None else self._epoll.poll(left_s)
+        return [descriptor for descriptor, _ in ready]
 
     def _events(self, descriptor: int) -> list[Event]:
         if descriptor == self._stops:
@@ -209,7 +202,7 @@ class Processes:
 
     def _forget(self, descriptor: int) -> None:
         del self._owners[descriptor]
-        (self._epoll or self._poll).unregister(descriptor)
+        self._poller.unregister(descriptor)
         os.close(descriptor)
 
 

@@ -32,7 +32,7 @@ _REQUEST_TIMEOUT = timedelta(seconds=10)  # time-out of a request to the store
 
 
 @dataclass
-class Status:
+class RankStatus:
     """State of one rank, as it reports it. `beat` is incremented with each report."""
 
     location: StackLocation
@@ -46,7 +46,7 @@ class Status:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Status:
+    def from_text(cls, text: str) -> RankStatus:
         """Parse the output of `to_text`; `received_at` is set to the current time."""
         fields = json.loads(text)
         return cls(StackLocation(**fields["location"]), fields["unchanged_s"], fields["waits"], fields["beat"])
@@ -94,8 +94,8 @@ class StallWatch:
         self._ended = threading.Event()
         # With NCCL a collective returns at once on the host, which blocks later, when it needs a GPU result.
         self._gpu = torch.cuda.current_device() if cuda_backend_is("nccl") else None
-        self._status = Status(StackLocation("starting"), 0.0, waits=False)
-        self._peers: dict[int, Status] = {}
+        self._status = RankStatus(StackLocation("starting"), 0.0, waits=False)
+        self._peers: dict[int, RankStatus] = {}
         self._threads: list[_WatchThread] = []
         self._thread_id, self._thread_lock = threading.get_ident(), threading.Lock()
         self.users, self.world_group = 1, weakref.ref(dist.group.WORLD)
@@ -139,7 +139,7 @@ class StallWatch:
                 seen, since = now, time.monotonic()
             unchanged_s, before = time.monotonic() - since, self._status
             waits = unchanged_s >= self._after_s and (bool(location.collective) or self._gpu_is_busy())
-            self._status = Status(location, unchanged_s, waits, before.beat + 1)
+            self._status = RankStatus(location, unchanged_s, waits, before.beat + 1)
             # Report one tick after the wait began, so that the statuses of the other ranks have arrived.
             stalls = before.waits if waits else self._rank == 0 and any(x.waits for x in self._recent_peers().values())
             if stalls and not reported:
@@ -179,14 +179,14 @@ class StallWatch:
             try:
                 self._store.set(str(self._rank), self._status.to_text())
                 for rank, text in enumerate(self._store.get_all(names)):
-                    status = None if text is None else Status.from_text(text)
+                    status = None if text is None else RankStatus.from_text(text)
                     known = self._peers.get(rank)
                     if status is not None and (known is None or known.beat != status.beat):
                         self._peers[rank] = status
             except (RuntimeError, ValueError):  # no connection to the store: the message lists the missing ranks
                 continue
 
-    def _recent_peers(self) -> dict[int, Status]:
+    def _recent_peers(self) -> dict[int, RankStatus]:
         now = time.monotonic()
         peers = dict(self._peers)  # copy: the exchange thread adds entries
         return {rank: x for rank, x in peers.items() if now - x.received_at < 4 * self._tick_s}

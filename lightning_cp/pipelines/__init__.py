@@ -3,7 +3,7 @@
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, cfg_split
-from lightning_cp.pipelines.placement.stage_times import StageTimes
+from lightning_cp.pipelines.placement.component_times import StageTimes
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
 from lightning_cp.pipelines.results import ClipWithSound

@@ -15,8 +15,8 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
-from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.components import components_of, planned_transformers
+from lightning_cp.pipelines.equal_inputs import agreed_settings
 from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
@@ -126,7 +126,7 @@ def parallelize_pipeline(
             divide_weights(state)
     except BaseException as error:
         state.undo()
-        mark_unusable(pipeline, state.layers, state.patch_calls, error)
+        mark_unusable(pipeline, state.layers, state.patch_runners, error)
         raise
     if state.stages is not None:
         state.stages.offload_all()

@@ -13,8 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
-from lightning_cp.engine.peers import samples as peer_samples
-from lightning_cp.engine.peers.samples import SAMPLES, Sampler
+from lightning_cp.engine.peers.samples import SAMPLES, Sampler, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import named_leaves
@@ -98,9 +97,7 @@ class EqualSteps:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        difference = peer_samples.sampled_difference(
-            pending.read().reshape(self._sample.context_size, 1 + len(_NAMES), -1), _NAMES
-        )
+        difference = sampled_difference(pending.read(), _NAMES)
         if difference is not None:
             rank, problem = difference
             raise PeerMismatchError(

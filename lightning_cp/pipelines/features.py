@@ -16,7 +16,7 @@ from lightning_cp.pipelines.calls import hide_progress
 from lightning_cp.pipelines.components import experts_of
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
+from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
 from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
 from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
 from lightning_cp.pipelines.stall_watch import share_watch
@@ -56,7 +56,7 @@ def _transformers(state: ParallelPipeline) -> Iterator[Undo]:
 
 def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
     pipeline, settings = state.pipeline, state.settings
-    state.patch_calls = make_patch_calls(
+    state.patch_runners = make_patch_runners(
         state.transformers,
         state.ranks,
         state.votes,
@@ -66,10 +66,10 @@ def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
         clock=state.clock,
         experts=experts_of(pipeline, state.modules),
         is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
-        on_step=state.calls.count_step,
+        on_step=state.branch_runner.count_step,
     )
-    for calls in state.patch_calls.values():
-        yield from calls.install()
+    for runner in state.patch_runners.values():
+        yield from runner.install()
 
 
 def _controlnets(state: ParallelPipeline) -> Iterator[Undo]:
@@ -78,13 +78,13 @@ def _controlnets(state: ParallelPipeline) -> Iterator[Undo]:
     for name, module in state.controlnet_modules.items():
         installed = state.controlnets[name] = _parallelize(state, module, config, groups=groups)
         yield partial(remove_context_parallel, module)
-        yield intercept_calls(module, after_vote(state.calls, state.votes, installed))
+        yield intercept_calls(module, after_vote(state.branch_runner, state.votes, installed))
 
 
 def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
     """Distribute the calls of transformers over the branches of guidance."""
     for name, installed in state.transformers.items():
-        around = over_branches(state.calls, state.votes, installed, state.patch_calls.get(name))
+        around = over_branches(state.branch_runner, state.votes, installed, state.patch_runners.get(name))
         yield intercept_calls(state.modules[name], around)
 
 
@@ -92,7 +92,7 @@ def _adapters(state: ParallelPipeline) -> Iterator[Undo]:
     for module in (*state.modules.values(), *state.controlnet_modules.values()):
         if hasattr(module, "load_lora_adapter"):
             yield allow_hotswap(module)
-    for name in state.patch_calls if state.settings.num_stages > 1 else ():
+    for name in state.patch_runners if state.settings.num_stages > 1 else ():
         yield from adapt_stages(state.pipeline, state.modules[name], state.settings.pipe)
 
 
@@ -144,7 +144,7 @@ def divide_weights(state: ParallelPipeline) -> None:
     if state.layers or state.settings.num_stages > 1:
         state.equal_components.compare_weights(state.components)  # while they are whole
     shard_layers(state.layers, state.components, state.modules, state.ranks)
-    for calls in state.patch_calls.values():
-        calls.release()
+    for runner in state.patch_runners.values():
+        runner.release()
     for module in state.modules.values():
         load_deferred(module)

@@ -56,8 +56,8 @@ class LazyResults(ABC):
         """Wait for all results and compute the deferred operators. Ranks: all between which results are exchanged."""
 
     @abstractmethod
-    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
-        """Compute an operator later, and copy its result into `held`."""
+    def defer(self, buffer: Tensor, function: partial[Tensor]) -> None:
+        """Compute an operator later, and copy its result into `buffer`."""
 
 
 @dataclass
@@ -100,8 +100,8 @@ class PendingGathers(LazyResults):
         return function.overloadpacket in _JOINS or (len(lazy) == 1 and function.overloadpacket in _LATER)
 
     @override
-    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
-        self.later.append((held, function))
+    def defer(self, buffer: Tensor, function: partial[Tensor]) -> None:
+        self.later.append((buffer, function))
 
     @override
     def flush(self) -> None:
@@ -122,8 +122,8 @@ class PendingGathers(LazyResults):
 
 def compute(later: Sequence[Deferred]) -> None:
     """Compute deferred operators, in order."""
-    for held, function in later:
-        held.copy_(function())
+    for buffer, function in later:
+        buffer.copy_(function())
 
 
 def _exchange(results: list[_Result], groups: MeshGroups) -> None:
@@ -135,34 +135,34 @@ def _exchange(results: list[_Result], groups: MeshGroups) -> None:
     received = all_gather_tensors(by_owner[branch], layouts, device=device, group=groups.context)
     for rank, tensors in enumerate(received):
         if rank != branch:
-            for held, values in zip(by_owner[rank], tensors, strict=True):
-                held.copy_(values)
+            for buffer, values in zip(by_owner[rank], tensors, strict=True):
+                buffer.copy_(values)
 
 
 class LazyTensor(Tensor):
     """A tensor that may not be computed yet. Its views are lazy too; the first read triggers the exchange.
 
     Attributes:
-        held: takes the values.
+        buffer: takes the values.
         pending: the results that it depends on.
         after: number of results of a pipeline call after which it can be computed.
     """
 
-    held: Tensor
+    buffer: Tensor
     pending: LazyResults
     after: int
 
     @staticmethod
-    def __new__(cls, held: Tensor, pending: LazyResults, after: int = 0) -> LazyTensor:
+    def __new__(cls, buffer: Tensor, pending: LazyResults, after: int = 0) -> LazyTensor:
         tensor: LazyTensor = make_wrapper_subclass(
             cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=held.device,
+            buffer.shape,
+            strides=buffer.stride(),
+            storage_offset=buffer.storage_offset(),
+            dtype=buffer.dtype,
+            device=buffer.device,
         )
-        tensor.held, tensor.pending, tensor.after = held, pending, after
+        tensor.buffer, tensor.pending, tensor.after = buffer, pending, after
         return tensor
 
     @classmethod
@@ -178,25 +178,25 @@ class LazyTensor(Tensor):
         pending = lazy[0].pending
         if pending.is_waiting():
             if func.is_view and len(lazy) == 1:
-                args, kwargs = held_tensors((args, kwargs))
+                args, kwargs = with_buffers((args, kwargs))
                 return replace(Tensor, lambda x: LazyTensor(x, pending, lazy[0].after), func(*args, **kwargs))
             if is_functional(func) and pending.is_computed(lazy):
-                args, kwargs = held_tensors((args, kwargs))
+                args, kwargs = with_buffers((args, kwargs))
                 return func(*args, **kwargs)
-            held = _empty_result(func, args, kwargs) if pending.can_defer(func, lazy) else None
-            if held is not None:
+            buffer = _empty_result(func, args, kwargs) if pending.can_defer(func, lazy) else None
+            if buffer is not None:
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
-                pending.defer(held, partial(func, *args, **kwargs))
-                return LazyTensor(held, pending, max(x.after for x in lazy))
+                pending.defer(buffer, partial(func, *args, **kwargs))
+                return LazyTensor(buffer, pending, max(x.after for x in lazy))
         for tensor in lazy:
             tensor.pending.flush()
-        args, kwargs = held_tensors((args, kwargs))
+        args, kwargs = with_buffers((args, kwargs))
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
         """Return the computed tensor. Ranks: all between which results are exchanged."""
         self.pending.flush()
-        return self.held
+        return self.buffer
 
     # These methods read memory without passing through the dispatcher.
 
@@ -222,14 +222,14 @@ class LazyTensor(Tensor):
         return f"LazyTensor({self.resolved()!r})"
 
 
-def held_tensors(values: Any) -> Any:
+def with_buffers(values: Any) -> Any:
     """Replace the lazy tensors in `values` (a nest) by the tensors that hold, or will hold, their values."""
-    return replace(LazyTensor, lambda x: x.held, values)
+    return replace(LazyTensor, lambda x: x.buffer, values)
 
 
 def _snapshot(x: Tensor) -> Tensor:
     """Return a lazy tensor's buffer, or a copy of another tensor: it may be changed before the operator runs."""
-    return x.held if isinstance(x, LazyTensor) else x.clone()
+    return x.buffer if isinstance(x, LazyTensor) else x.clone()
 
 
 def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

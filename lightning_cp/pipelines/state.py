@@ -18,10 +18,10 @@ from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.perturbing import check_guiders
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.placement.sharding import check_placement
 from lightning_cp.pipelines.settings import PipelineSettings
@@ -43,12 +43,12 @@ class ParallelPipeline:
         transformers, controlnets: installed modules, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
         degrees: by name, the degrees that a call may use.
-        patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
+        patch_runners: the transformers that are computed in patches or stages of blocks, by component name.
         layers: the layers to shard over ranks (FSDP2), by component name.
         stages: device placement by stage; None for the setting "together".
         features: what was installed, in order.
         votes: end a call on all ranks that share a sample if one of them fails.
-        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
+        branch_runner: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         clock: counts transformer calls of a step.
         equal_components, equal_steps: comparisons between the ranks that share a sample.
     """
@@ -63,15 +63,15 @@ class ParallelPipeline:
     controlnets: dict[str, Installed] = field(default_factory=dict)
     decoders: list[str] = field(default_factory=list)
     degrees: dict[str, Degrees] = field(default_factory=dict)
-    patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
+    patch_runners: dict[str, PatchRunner] = field(default_factory=dict)
     layers: dict[str, list[nn.Module]] = field(default_factory=dict)
     stages: Stages | None = None
     features: list[Feature] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         settings, control, self.name = self.settings, self.ranks.control, type(self.pipeline).__name__
-        self.votes, self.calls = Votes(self.name, control), BranchCalls(self.name, self.ranks)
-        self.calls.pending.before_flush = self.votes.check
+        self.votes, self.branch_runner = Votes(self.name, control), BranchRunner(self.name, self.ranks)
+        self.branch_runner.pending.before_flush = self.votes.check
         self.clock = StepClock(must_be_equal=settings.patches > 1)
         is_on, in_stages = settings.check_peers != "off", settings.num_stages > 1
         self.equal_components = EqualComponents(control, is_on=is_on, in_stages=in_stages)

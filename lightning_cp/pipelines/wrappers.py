@@ -11,14 +11,14 @@ from typing import Any
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import watching_this_thread
 from lightning_cp.pipelines.adapters import adapter_state
-from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.degrees import Degrees
+from lightning_cp.pipelines.equal_inputs import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late, refuse_unequal_lengths
+from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.guidance.controlnets import groups_of_all
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
 from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
@@ -28,33 +28,33 @@ from lightning_cp.undoable import Around, Undo, intercept_method, undo_all
 _CALLBACKS = ("callback_on_step_end", "callback")
 
 
-def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_patches: PatchCalls | None) -> Around:
+def over_branches(runner: BranchRunner, votes: Votes, installed: Installed, in_patches: PatchRunner | None) -> Around:
     """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compute = call if in_patches is None else partial(_in_patches, in_patches, call)
         staged = None if in_patches is None or in_patches.stage is None else in_patches
-        if not calls.is_active:
+        if not runner.is_active:
             if in_patches is not None:
                 refuse_caches(installed)
                 in_patches.begin()  # a call on its own computes the whole sequence
-            if staged is not None and calls.ranks.cfg > 1:  # one branch computes it for all
-                check_equal(type(installed.module).__name__, {"args": args, **kwargs}, calls.ranks.sample)
+            if staged is not None and runner.ranks.cfg > 1:  # one branch computes it for all
+                check_equal(type(installed.module).__name__, {"args": args, **kwargs}, runner.ranks.sample)
             installed.session.peers.compare_next_in_full()
             return resolve_all(compute(*args, **kwargs))
         with votes.before_exchanges():
-            if calls.ranks.cfg == 1:
+            if runner.ranks.cfg == 1:
                 return compute(*args, **kwargs)
             if staged is not None:
                 if staged.patches > 1:
-                    refuse_unequal_lengths(installed, calls.ranks.cfg, args, kwargs)
-                return calls.call_in_stages(installed, partial(staged.call, call), args, kwargs)
-            return calls.call(installed, compute, args, kwargs)
+                    refuse_unequal_lengths(installed, runner.ranks.cfg, args, kwargs)
+                return runner.call_in_stages(installed, partial(staged.call, call), args, kwargs)
+            return runner.call(installed, compute, args, kwargs)
 
     return around
 
 
-def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_patches(in_patches: PatchRunner, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return in_patches.call(compute, args, kwargs)
 
 
@@ -86,7 +86,7 @@ def synchronized(state: ParallelPipeline) -> Around:
     """
     pipe = state.pipeline
     signature = inspect.signature(type(pipe).__call__)
-    calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
+    runner, votes, stages, in_patches = state.branch_runner, state.votes, state.stages, state.patch_runners.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = arguments_by_name(signature, args, kwargs)
@@ -105,7 +105,7 @@ def synchronized(state: ParallelPipeline) -> Around:
                 _use(state, state.degrees[chosen])
             for one in in_patches:
                 one.begin(overlaps=not any(arguments.get(name) for name in _CALLBACKS))
-            calls.begin(may_start_late=guidance_may_start_late(pipe, arguments))
+            runner.begin(may_start_late=guidance_may_start_late(pipe, arguments))
             undo = _watch_steps(state)
             try:
                 with nullcontext() if stages is None else stages.call(arguments):
@@ -116,7 +116,7 @@ def synchronized(state: ParallelPipeline) -> Around:
                 return result
             finally:
                 undo_all(undo)
-                calls.end()
+                runner.end()
                 for one in in_patches:
                     one.end()
                 for installed in state.installed.values():
@@ -131,18 +131,18 @@ def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
     state.equal_steps.begin(resolved=state.clock.resolves, every_step=num_stages > 1 or has_branches)
     around_step: list[Around] = [partial(state.equal_steps.compare_step, scheduler)]  # innermost: gets resolved tensors
-    if state.patch_calls:
+    if state.patch_runners:
         around_step.append(state.clock.before_step)
     if num_stages == 1 and has_branches:  # callbacks get real tensors
         around_step.append(_with_resolved_tensors)
 
     def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for one in state.patch_calls.values():
+        for one in state.patch_runners.values():
             one.begin_loop()
         return call(*args, **kwargs)
 
     undo = [intercept_method(scheduler, "step", around) for around in around_step if hasattr(scheduler, "step")]
-    if state.patch_calls and hasattr(scheduler, "set_timesteps"):
+    if state.patch_runners and hasattr(scheduler, "set_timesteps"):
         undo.append(intercept_method(scheduler, "set_timesteps", before_loop))
     return undo
 
@@ -150,7 +150,7 @@ def _watch_steps(state: ParallelPipeline) -> list[Undo]:
 def _empty_caches(state: ParallelPipeline) -> None:
     """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
     for installed in state.installed.values():
-        if state.patch_calls:
+        if state.patch_runners:
             refuse_caches(installed)
         else:
             installed.caches.follow()
@@ -162,7 +162,7 @@ def _use(state: ParallelPipeline, degrees: Degrees) -> None:
         installed.session.use(degrees.config, degrees.ranks.context)
     for steering in state.controlnets.values():
         steering.session.use(*groups_of_all(degrees.config, degrees.ranks))
-    state.calls.use(degrees.ranks)
+    state.branch_runner.use(degrees.ranks)
 
 
 def device_properties(stages: Stages | None) -> dict[str, Any]:

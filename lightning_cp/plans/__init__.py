@@ -1,4 +1,4 @@
-"""Plans: the dataclasses, the registry, and one file of plans per model family."""
+"""Plans: the dataclasses, the registry, and one file of plans for each kind of model."""
 
 from lightning_cp.plans.plan import (
     LOCAL,

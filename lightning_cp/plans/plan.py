@@ -211,7 +211,7 @@ class Batch:
 
     Attributes:
         marker: an argument by which a call is recognised: only models that have the same `Batch` have it.
-        whole: arguments that are the same for all samples, or of which the model uses those of the first sample.
+        whole: arguments that are the same for all samples, or that the model uses for the first sample only.
         dims: the batch dim of tensors, if it is not 0.
         images: an argument with entries by the index of the sample, and one with a list of that many tensors for each.
         single: if the model has no batch dim: the reason why samples cannot be divided.

@@ -1,4 +1,4 @@
-"""Registry of plans by model class, collected from the table `PLANS` in each model family's file in this folder."""
+"""Registry of plans by model class, collected from the table `PLANS` in each other file of this folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import MappingProxyType
 from lightning_cp.plans.plan import Plan
 from lightning_cp.plans.refused import REFUSED, REFUSED_MODULES
 
-_NOT_FAMILIES = ("plan", "refused", "registry")
+_WITHOUT_PLANS = ("plan", "refused", "registry")
 
 
 def _registered() -> Iterator[tuple[str, Plan]]:
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(import_module(package).__path__):
-        if module.name not in _NOT_FAMILIES:
+        if module.name not in _WITHOUT_PLANS:
             yield from import_module(f"{package}.{module.name}").PLANS.items()
 
 

@@ -20,12 +20,14 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.peers.comparison import PeerCheck
 from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.launch.stall import watch_stalls
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
+from lightning_cp.strategies.degree_groups import DegreeGroups
 from lightning_cp.strategies.settings import StrategySettings
 
 
@@ -39,6 +41,8 @@ class ContextParallel:
         described: lines that were logged.
         matched: keys of `plans` and `modules` that matched a module.
         checks: checks of the transformers' inputs.
+        sessions: sessions of the transformers.
+        degrees: groups of the context degrees that a step can use; None before the ranks are started.
     """
 
     settings: StrategySettings
@@ -46,6 +50,8 @@ class ContextParallel:
     described: set[str] = field(default_factory=set, init=False)
     matched: set[Any] = field(default_factory=set, init=False)
     checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
+    sessions: WeakSet[Session] = field(default_factory=WeakSet, init=False)
+    degrees: DegreeGroups | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_kernel(self.settings.kernel)
@@ -54,10 +60,10 @@ class ContextParallel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the checks of this process's models: a spawned rank builds its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "checks"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("checks", "sessions")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, checks=WeakSet())
+        self.__dict__.update(state, checks=WeakSet(), sessions=WeakSet())
 
     @property
     def size(self) -> int:
@@ -83,7 +89,15 @@ class ContextParallel:
         """Build the process groups. Ranks: the whole world."""
         self.groups = groups_for(self.config, self.settings.shares)
         compare_shares(self.groups)
+        self.degrees = DegreeGroups.build(self.config, self.groups, self.settings.degrees)
         return self.groups
+
+    def use_degree(self, degree: int | None) -> None:
+        """Compute the following forwards in context groups of `degree` ranks; see `DegreeGroups.use`."""
+        self.initialized_groups()
+        assert self.degrees is not None, "built with the groups"
+        self.degrees.use(degree, self.sessions)
+        self.checks.update(session.peers for session in self.sessions)
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
         """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
@@ -109,6 +123,7 @@ class ContextParallel:
             installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
         ]
         self.checks.update(one.session.peers for one in installed)
+        self.sessions.update(one.session for one in installed)
         return installed
 
     def finish_checks(self, *, within_s: float = 1.0) -> None:
@@ -155,8 +170,8 @@ class ContextParallel:
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether trained parameters get no gradient, always or in some steps.
 
-        These are parameters that the plan of a selected transformer names, and those of a module with the attribute
-        `runs_one_child`, of which each forward runs one child.
+        These are parameters that the plan of a selected transformer names, and those of a module that runs one of its
+        children in each forward (it has the attribute `runs_one_child`).
         """
         if any(getattr(inner, "runs_one_child", False) for inner in module.modules()):
             return True

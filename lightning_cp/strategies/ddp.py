@@ -27,21 +27,17 @@ class DDPMixin(ContextParallelMixin):
     _kwargs_targets = (DistributedDataParallel,)
     _finds_unused = False  # True: chosen here, not by the user
 
-    def _refuse_shards(self, path: Any) -> None:
-        """Reject distributed checkpoints. Raises: CheckpointError: a folder in DCP's format, for sharded weights."""
+    def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
+        """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
+
+        Raises: CheckpointError: a folder in DCP's format, a damaged file, or more than tensors and plain values.
+        """
         if (Path(path) / ".metadata").is_file():
             raise CheckpointError(
                 f"{path} is a sharded checkpoint (one file per rank), and ContextParallelStrategy reads single files: "
                 "save it with ContextParallelFSDPStrategy(save_distributed_checkpoint=False), or convert it with "
                 "`fabric consolidate`"
             )
-
-    def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
-        """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
-
-        Raises: CheckpointError: a folder in DCP's format, a damaged file, or more than tensors and plain values.
-        """
-        self._refuse_shards(path)
         io = self._lightning.checkpoint_io
         reads_torch_files = isinstance(getattr(io, "checkpoint_io", io), TorchCheckpointIO)  # AsyncCheckpointIO has one
         if allows_code(weights_only) or not reads_torch_files:

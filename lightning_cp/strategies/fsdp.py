@@ -52,7 +52,7 @@ class FSDPMixin(ContextParallelMixin):
         settings: see `ContextParallelMixin`.
     """
 
-    _evaluates_together = True  # weights are all-gathered
+    shards_weights = True
 
     def __init__(
         self,

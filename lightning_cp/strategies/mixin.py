@@ -23,6 +23,7 @@ from lightning_cp.config import RotateMethod
 from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
+from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.groups import prove_membership
@@ -61,6 +62,8 @@ class ContextParallelMixin:
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
             [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use
             the same. FSDP shards weights evenly. None: equal.
+        degrees: context degrees of steps with short samples, see `use_degree`: {4096: 1, 32768: 4} computes samples of
+            up to 4,096 tokens on one rank each, and those of up to 32,768 on four; longer ones on ring x ulysses ranks.
         timeout: timeout of collectives.
         start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
             DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
@@ -73,9 +76,9 @@ class ContextParallelMixin:
     _kwargs_targets: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
+    shards_weights = False  # all ranks take part in each forward of a module
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
     _batches_taken: Callable[[int], int] | None = None  # number that a loop takes from a loader of a length
-    _evaluates_together = False  # a forward without gradients has collectives of all ranks
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class ContextParallelMixin:
         check_peers: str = "sampled",
         stall_s: float | None = 60.0,
         shares: Sequence[float] | None = None,
+        degrees: Mapping[int, int] | None = None,
         timeout: timedelta = timedelta(minutes=5),
         start_method: str | None = None,
         whole_world: str | None = None,
@@ -137,6 +141,24 @@ class ContextParallelMixin:
     def context_size(self) -> int:
         """Number of ranks that share one sample."""
         return self.context.size
+
+    @property
+    def step_degrees(self) -> StepDegrees:
+        """The context degrees of `degrees` and ring x ulysses, and this rank's data group at each of them."""
+        self.context.initialized_groups()
+        assert self.context.degrees is not None, "built with the groups"
+        return self.context.degrees.steps
+
+    def use_degree(self, degree: int | None) -> None:
+        """Compute the following forwards, and their backwards, in context groups of `degree` ranks.
+
+        Gradients are averaged over all ranks at every degree. Call it on all ranks between a backward and the next
+        forward. The ranks of a group need the same samples: those of `step_degrees.shards[degree]`.
+
+        Args: degree: one of `step_degrees.shards`; None: ring x ulysses.
+        Raises: ValueError: the degree is not in `degrees`.
+        """
+        self.context.use_degree(degree)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -189,7 +211,7 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return with_equal_batches(dataloader, always=self._evaluates_together, taken=self._batches_taken)
+        return with_equal_batches(dataloader, always=self.shards_weights, taken=self._batches_taken)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.

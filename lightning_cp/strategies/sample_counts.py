@@ -22,18 +22,18 @@ def is_world(group: object) -> bool:
     return dist.is_initialized() and group in (None, dist.group.WORLD)
 
 
-def sum_once(total: Tensor, reduce_op: Any, groups: MeshGroups | None) -> Tensor:
+def sum_once(total: Any, reduce_op: Any, groups: MeshGroups | None) -> Any:
     """Make a reduction over all ranks one over the data groups, in place.
 
     A sum is divided by the number of ranks in a context group. Means, minima and maxima are the same over all ranks and
     over the data groups.
 
     Args:
-        total: result of the reduction over the world.
+        total: result of the reduction over the world; a value that is no tensor was not reduced.
         reduce_op: the operation, as a `torch.distributed.ReduceOp` or its name; "mean" is "avg".
     Raises: ValueError: another operation, or a sum of integers that differ between the ranks of a context group.
     """
-    if groups is None or groups.context_size == 1:
+    if groups is None or groups.context_size == 1 or not isinstance(total, Tensor):
         return total
     op = _operation(reduce_op)
     if op in _UNCHANGED or total.dtype == torch.bool:  # a sum of booleans is "or"

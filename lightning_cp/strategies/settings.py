@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
+from lightning_cp.mesh.degrees import check_degrees
 from lightning_cp.mesh.shares import check_shares
 from lightning_cp.rules import STALL_S, OneOf, Rule
 
@@ -44,6 +45,7 @@ class StrategySettings:
     check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
     stall_s: float | None = _field(60.0, STALL_S)
     shares: Sequence[float] | None = None
+    degrees: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)
@@ -62,6 +64,9 @@ class StrategySettings:
             if not rule.passes(value):
                 raise ValueError(f"{name}={value!r} must be {rule.describe().replace('null', 'None')}")
         check_shares(self.shares, ring=self.config.ring, ulysses=self.config.ulysses)
+        check_degrees(
+            self.degrees, ring=self.config.ring, ulysses=self.config.ulysses, mesh=self.mesh, shares=self.shares
+        )
 
     @cached_property
     def config(self) -> ContextParallelConfig:

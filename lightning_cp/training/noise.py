@@ -1,7 +1,8 @@
 """Draw noise, times and drop-out masks that are equal on all ranks of a context group.
 
-Sample i of each result depends only on (seed, step, first_index + i): not on the number of ranks, the device or earlier
-draws. Values are drawn on the CPU for the whole sequence; the wrapped model shards them with its input.
+Each sample of a result depends only on (seed, step, its index in the global batch): not on the number of ranks, the
+device or earlier draws. Values are drawn on the CPU for the whole sequence; the wrapped model shards them with its
+input.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,20 @@ from torch import Tensor
 from lightning_cp.comm.to_device import Device, numbers_on, to_device
 from lightning_cp.data import RandomStream, keyed_generator
 
+FirstIndex = int | Sequence[int]  # global batch index of a batch's first sample, or of each of its samples
+
+
+def indices_of(first_index: FirstIndex, count: int) -> Sequence[int]:
+    """Return the global batch index of each of `count` samples."""
+    return range(first_index, first_index + count) if isinstance(first_index, int) else first_index[:count]
+
 
 def sample_noise(
     shape: Sequence[int],
     *,
     seed: int,
     step: int,
-    first_index: int = 0,
+    first_index: FirstIndex = 0,
     stream: int = RandomStream.NOISE,
     device: Device = None,
     dtype: torch.dtype = torch.float32,
@@ -30,7 +38,7 @@ def sample_noise(
         shape: shape of this data rank's share of the batch, batch dim first.
         seed: seed of the run.
         step: training step.
-        first_index: global batch index of the first sample (`GlobalBatchSampler.first_index`).
+        first_index: global batch index of the first sample (`GlobalBatchSampler.first_index`), or of each sample.
         stream: random stream, if a step needs several independent draws.
         device: device of the result.
         dtype: dtype of the result; values are drawn in float32.
@@ -40,21 +48,21 @@ def sample_noise(
     True
     """
     drawn = np.empty(tuple(shape), dtype=np.float32)
-    for i in range(drawn.shape[0]):
-        generator = keyed_generator(seed, stream, step=step, index=first_index + i)
+    for i, index in enumerate(indices_of(first_index, len(drawn))):
+        generator = keyed_generator(seed, stream, step=step, index=index)
         drawn[i] = generator.standard_normal(drawn.shape[1:], dtype=np.float32)
     return to_device(torch.from_numpy(drawn).to(dtype), device)
 
 
 def sample_uniform(
-    count: int, *, seed: int, step: int, first_index: int = 0, stream: int, device: Device = None
+    count: int, *, seed: int, step: int, first_index: FirstIndex = 0, stream: int, device: Device = None
 ) -> Tensor:
     """Draw one uniform number in [0, 1) per sample, float32 [count]. Arguments: see `sample_noise`."""
-    drawn = [keyed_generator(seed, stream, step=step, index=first_index + i).random() for i in range(count)]
+    drawn = [keyed_generator(seed, stream, step=step, index=i).random() for i in indices_of(first_index, count)]
     return numbers_on(device, drawn, torch.float32)
 
 
-def sample_times(count: int, *, seed: int, step: int, first_index: int = 0, device: Device = None) -> Tensor:
+def sample_times(count: int, *, seed: int, step: int, first_index: FirstIndex = 0, device: Device = None) -> Tensor:
     """Draw flow-matching times in (0, 1), logit-normal (Esser et al., arXiv:2403.03206), [count]."""
     normal = sample_noise(
         (count,), seed=seed, step=step, first_index=first_index, stream=RandomStream.TIME, device=device
@@ -63,7 +71,7 @@ def sample_times(count: int, *, seed: int, step: int, first_index: int = 0, devi
 
 
 def sample_dropped(
-    count: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: Device = None
+    count: int, probability: float, *, seed: int, step: int, first_index: FirstIndex = 0, device: Device = None
 ) -> Tensor:
     """Select the samples that train without their condition, for classifier-free guidance (CFG); bool [count]."""
     drawn = sample_uniform(

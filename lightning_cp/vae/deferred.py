@@ -78,7 +78,7 @@ class Worker(Protocol):
 
 
 @dataclass(eq=False)
-class Batch:
+class CallQueue:
     """Calls and operations that are queued since the last flush, in order.
 
     Attributes:
@@ -166,7 +166,7 @@ class Rehearsal:
         """
         if self.results is not None:
             return next(self.results)
-        self.calls.append(UnitCall(forward, args, kwargs, len(self.calls), Deferred(Batch(self.worker)), None))
+        self.calls.append(UnitCall(forward, args, kwargs, len(self.calls), Deferred(CallQueue(self.worker)), None))
         return args[0].new_zeros(())
 
     def run(self, loop: Callable[[], Any]) -> Any:
@@ -185,8 +185,8 @@ class Deferred:
     computes the whole batch.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, queue: CallQueue) -> None:
+        self.queue = queue
         self.value: Any = _MISSING
 
     @property
@@ -197,7 +197,7 @@ class Deferred:
     def resolved(self) -> Any:
         """Return the value; compute the batch first if necessary."""
         if not self.is_computed:
-            self.batch.flush()
+            self.queue.flush()
         assert self.is_computed, "a feature cache is only on the rank that computes its unit"
         return self.value
 
@@ -207,7 +207,7 @@ class Deferred:
     ) -> Any:
         pending = [x for x in of_type(Deferred, (args, kwargs)) if not x.is_computed]
         if pending:
-            return pending[0].batch.defer(func, args, kwargs or {})
+            return pending[0].queue.defer(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
     def __getitem__(self, index: Any) -> Any:

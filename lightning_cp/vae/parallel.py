@@ -15,7 +15,7 @@ from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import replace
 from lightning_cp.undoable import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, compression_of, vae_class_of
-from lightning_cp.vae.deferred import Batch, Rehearsal, resolve_deferred
+from lightning_cp.vae.deferred import CallQueue, Rehearsal, resolve_deferred
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
@@ -70,18 +70,18 @@ class _Session:
         vae: the autoencoder.
         kind: properties of its class.
         groups: context group of the ranks.
-        batch: queue of tiles while a tile loop runs; otherwise None.
+        queue: tiles while a tile loop runs; otherwise None.
     """
 
     vae: Any
     kind: VaeClass
     groups: MeshGroups
-    batch: Batch | Rehearsal | None = None
+    queue: CallQueue | Rehearsal | None = None
 
     def clear(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wrap `_clear_conv_cache`: in a tile loop, only begin a new unit, because its calls are computed later."""
-        if isinstance(self.batch, Batch):
-            return self.batch.begin_unit()
+        if isinstance(self.queue, CallQueue):
+            return self.queue.begin_unit()
         return call(*args, **kwargs)
 
     def refuse_untiled(self) -> None:
@@ -112,20 +112,20 @@ class _TileLoop:
 
     def __call__(self, loop: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, vae, kind = self.session, self.session.vae, self.session.kind
-        if session.batch is not None or not vae.use_tiling or _has_no_samples(*args, *kwargs.values()):
+        if session.queue is not None or not vae.use_tiling or _has_no_samples(*args, *kwargs.values()):
             return loop(*args, **kwargs)
         worker = TileWorker(session.groups)
         drops = bool(kind.drops_frames) and self.name == "tiled_decode" and getattr(vae, kind.drops_frames)
         restore = set_attribute(vae, kind.drops_frames, False) if drops else None
         try:
             if kind.fills_buffers:
-                session.batch = Rehearsal(worker)
-                return session.batch.run(partial(loop, *args, **kwargs))
-            session.batch = Batch(worker, clear=self._clear if kind.keeps_frames else None)
+                session.queue = Rehearsal(worker)
+                return session.queue.run(partial(loop, *args, **kwargs))
+            session.queue = CallQueue(worker, clear=self._clear if kind.keeps_frames else None)
             result = resolve_deferred(loop(*args, **kwargs))
             return replace(Tensor, partial(_without_first, vae.temporal_compression_ratio), result) if drops else result
         finally:
-            session.batch = None
+            session.queue = None
             if kind.keeps_frames:
                 vae._clear_conv_cache()
             if restore is not None:
@@ -133,11 +133,11 @@ class _TileLoop:
 
     def _clear(self) -> None:
         """Forget the frames of the tile before, now that tiles are computed."""
-        batch, self.session.batch = self.session.batch, None
+        queue, self.session.queue = self.session.queue, None
         try:
             self.session.vae._clear_conv_cache()
         finally:
-            self.session.batch = batch
+            self.session.queue = queue
 
 
 def _has_no_samples(*inputs: Any) -> bool:
@@ -171,8 +171,8 @@ class _CoderCall:
         session.refuse_gradients(self.module, (*args, *kwargs.values()))
         if _has_no_samples(*args, *kwargs.values()):
             return forward(*args, **kwargs)
-        if session.batch is not None:
-            return session.batch.call(forward, args, kwargs, caches=kind.caches)
+        if session.queue is not None:
+            return session.queue.call(forward, args, kwargs, caches=kind.caches)
         if kind.halos and (kind.encodes or self.module is session.vae.decoder):
             min_steps = max(2, self.reach)  # 2: a dim of one row cannot be distinguished from other dims of size 1
             return by_rows(forward, args, kwargs, groups=session.groups, min_steps=min_steps, step=self.step)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+
+from lightning_cp.nest import tensors
 
 _DIM_ARGUMENT = {"mean": (1, None), "normalize": (2, 1), "cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0)}
 _ALONG_LAST = ("linear", "layer_norm", "rms_norm")
@@ -69,11 +71,11 @@ def row_dim_of_result(
     Raises: NotImplementedError: the function mixes rows, takes some of them, or combines rows with a tensor that has
         one value for each local row but was not split by rows.
     """
-    operands = _tensors(args[:1] if name == "to" or name.endswith("_as") else (*args, *kwargs.values()))
+    operands = list(tensors(args[:1] if name == "to" or name.endswith("_as") else (*args, *kwargs.values())))
     sources = [x for x in operands if row_dim_of(x)]
     if sources and name == "setitem":
         _check_assignment(*args)
-    if not sources or name.startswith("new_") or not _tensors((result,)):
+    if not sources or name.startswith("new_") or next(tensors(result), None) is None:
         return None
     x, rows = sources[0], row_dim_of(sources[0])
     assert rows is not None, "it is one of those with rows"
@@ -102,10 +104,10 @@ def row_dim_of_result(
     return _common(name, operands)
 
 
-def _common(name: str, tensors: list[Tensor], result: Tensor | None = None) -> RowDim:
+def _common(name: str, operands: list[Tensor], result: Tensor | None = None) -> RowDim:
     """Return where the result of broadcasting has rows. Raises: NotImplementedError: they differ between operands."""
-    dims = max(x.ndim for x in tensors) if result is None else result.ndim
-    return _broadcast(name, [(x.shape, row_dim_of(x)) for x in tensors], dims)
+    dims = max(x.ndim for x in operands) if result is None else result.ndim
+    return _broadcast(name, [(x.shape, row_dim_of(x)) for x in operands], dims)
 
 
 def _broadcast(name: str, operands: list[tuple[torch.Size, RowDim | None]], dims: int) -> RowDim:
@@ -168,18 +170,6 @@ def _of_reshape(name: str, before: torch.Size, after: torch.Size, rows: RowDim) 
 def _of_repeat(x: Tensor, result: Tensor, rows: RowDim) -> RowDim:
     dim = rows.dim + result.ndim - x.ndim
     return RowDim(dim, rows.outer) if result.shape[dim] == x.shape[rows.dim] else _refuse("repeat", "of the rows")
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return list(_walk(values))
-
-
-def _walk(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _walk(value)
 
 
 def _refuse(name: str, what: str) -> NoReturn:

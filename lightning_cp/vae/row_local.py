@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from lightning_cp.nest import tensors
 
 # By name, without underscores at its ends: `mul` is also `mul_` and `__mul__`. All supported VAEs were run with these.
 _ELEMENTWISE = """
@@ -45,7 +45,8 @@ def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """
     name = getattr(function, "__name__", str(function))
     plain = name.strip("_")
-    if plain in ROW_LOCAL or not (_holds_tensor((*args, *kwargs.values())) or plain.startswith(("rand", "normal"))):
+    has_tensor = next(tensors((*args, *kwargs.values())), None) is not None
+    if plain in ROW_LOCAL or not (has_tensor or plain.startswith(("rand", "normal"))):
         second = args[1] if len(args) > 1 else None
         if plain == "mean" and not isinstance(kwargs.get("dim", second), int):
             name = f"{name} over {kwargs.get('dim', second) or 'all dims'}"
@@ -57,7 +58,3 @@ def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         f"{name} is not known to give the same result on one rank's rows of a VAE's image as on the whole image: use "
         "vae.enable_tiling(), or leave this VAE alone (vae=False)"
     )
-
-
-def _holds_tensor(values: Iterable[Any]) -> bool:
-    return any(isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and _holds_tensor(x)) for x in values)

@@ -93,7 +93,7 @@ def test_only_the_side_stream_waits() -> None:
         ]
         assert (gather.gathered.device.type, gather.gathered.dtype) == ("cpu", torch.float64)
         assert gather.gathered.shape == (WORLD, 3)
-        assert gather.held[0] is values
+        assert gather.kept_alive[0] is values
         assert recorder.crossings == ["aten.copy_.default"], "the copy to the host, and nothing else"
 
 
@@ -108,4 +108,4 @@ def test_a_background_gather_is_done_when_its_event_is() -> None:
     gather.gathered = torch.ones(WORLD, 3)
     assert gather.read().shape == (WORLD, 3)
     assert device.log[-1] == ("current", "wait on the host")
-    assert gather.held == ()
+    assert gather.kept_alive == ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.engine.peers import comparison as peers
-from lightning_cp.engine.peers.samples import Sampler, constants_on, intervals
+from lightning_cp.engine.peers.samples import Sampler, reading_of
 from lightning_cp.families import StoredBatch
 from lightning_cp.finetune.families.family import per_channel
 from lightning_cp.mesh.groups import groups_for
@@ -24,13 +24,10 @@ STEP, GPU = {"seed": 0, "step": 1}, torch.device("cuda", 0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks() -> Iterator[None]:
-    caches = (constants_on, intervals)
-    for cache in caches:
-        cache.cache_clear()
+    reading_of.cache_clear()
     with fake_ranks():
         yield
-    for cache in caches:  # they hold fake tensors
-        cache.cache_clear()
+    reading_of.cache_clear()  # it holds fake tensors
 
 
 def sampled() -> Tensor:

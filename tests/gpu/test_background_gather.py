@@ -80,7 +80,7 @@ def test_memory_of_a_dropped_gather_is_not_reused_too_early() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
     gather = gather_in_background(values, group=dist.group.WORLD)
-    address = gather.held[1].data_ptr()
+    address = gather.kept_alive[1].data_ptr()
     del gather
     other = torch.empty(1 << 20, device="cuda", dtype=torch.float64)
     assert other.data_ptr() != address

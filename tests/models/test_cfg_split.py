@@ -17,7 +17,7 @@ from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import GuidanceError, ShapeError
 from lightning_cp.nest import replace, tensors
 from lightning_cp.pipelines import cfg_merge, cfg_split, sampling_ranks
-from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.cfg_samples import is_repeated
 from lightning_cp.pipelines.pipefusion.samples import main_argument
 from lightning_cp.plans import REGISTERED, patches
@@ -77,7 +77,7 @@ def _pipeline_error(rank: int, world: int, name: str, ring: int) -> float:
     """The call of a pipeline's transformer, with two arguments by position."""
     model, arguments = _repeated(name)
     config = ContextParallelConfig(ring_degree=ring)
-    calls, whole = BranchCalls("a loop", sampling_ranks(config, cfg=2)), _call(model, arguments)
+    calls, whole = BranchRunner("a loop", sampling_ranks(config, cfg=2)), _call(model, arguments)
     apply_context_parallel(model, config)
     installed = installed_on(model)
     assert installed is not None
@@ -102,7 +102,7 @@ def _packed(rank: int, world: int) -> str:
     installed = installed_on(model)
     assert installed is not None
     with torch.no_grad(), pytest.raises(GuidanceError) as caught:
-        BranchCalls("a loop", sampling_ranks(ContextParallelConfig(), cfg=2)).call(installed, model, (), arguments)
+        BranchRunner("a loop", sampling_ranks(ContextParallelConfig(), cfg=2)).call(installed, model, (), arguments)
     return str(caught.value)
 
 

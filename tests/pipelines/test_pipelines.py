@@ -79,7 +79,7 @@ def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) ->
         together = _latents(pipe, name, family, seed=7 + rank)
         unparallelize_pipeline(pipe)
         error = float((together - alone).abs().max() / alone.abs().max())
-        found.append((error, installed.calls.shared, type(pipe).__name__))
+        found.append((error, installed.branch_runner.shared, type(pipe).__name__))
     assert _attributes(pipe) == before
     assert rank < world - 1 or torch.equal(_latents(pipe, name, family, seed=7), alone)  # one rank: cores are few
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from lightning_cp.app.benchmark.report import DATA, Row, spread_of
+from lightning_cp.app.benchmark.report import DATA, ResultRow, spread_of
 
 
 @dataclass
@@ -37,10 +37,10 @@ class DataFigures:
         return self.samples / statistics.median(self.times_s) if self.times_s else None
 
 
-def data_rows(tokens: int, figures_by_name: dict[str, DataFigures]) -> list[Row]:
+def data_rows(tokens: int, figures_by_name: dict[str, DataFigures]) -> list[ResultRow]:
     """Return the rows of the workload `data`, which has no limit to compare with. Args: tokens: tokens per sample."""
     return [
-        Row(
+        ResultRow(
             workload=DATA,
             tokens=tokens,
             ranks=1,

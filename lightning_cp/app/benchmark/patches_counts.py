@@ -23,9 +23,9 @@ from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it
@@ -47,7 +47,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Counts:
+class ByteCounts:
     """Bytes that one evaluation holds and sends.
 
     Attributes:
@@ -71,7 +71,7 @@ class Counts:
         )
 
 
-def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
+def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> ByteCounts:
     """Evaluate a model of device `meta` whole and in patches, and count.
 
     Args: arguments: of `model.forward`, on `meta`. The model is made parallel over one rank.
@@ -95,11 +95,11 @@ def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _P
             evaluation.begin(patch)
             model(**arguments)
     weights = [_bytes(block.parameters()) for block in blocks]
-    held = [sum(_bytes(buffer.tensors) for buffer in of_block) for of_block in buffers.blocks]
-    return Counts(weights, held, outputs, _bytes(model.parameters()) - sum(weights))
+    key_bytes = [sum(_bytes(buffer.tensors) for buffer in of_block) for of_block in buffers.blocks]
+    return ByteCounts(weights, key_bytes, outputs, _bytes(model.parameters()) - sum(weights))
 
 
-def table(counts: Counts, size: Size) -> list[str]:
+def table(counts: ByteCounts, size: Size) -> list[str]:
     """Return rows in Markdown: counts and formulas, for each number of devices."""
     head = ["devices", "weights, GB", "keys and values, GB", "2 p hs L / N", "sent, MB", "p hs"]
     head += ["Ulysses: 4 p hs L / N", "ring: 2 p hs L"]

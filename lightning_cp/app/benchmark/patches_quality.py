@@ -22,14 +22,14 @@ from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
-from lightning_cp.undoable import intercept_calls, undo_all
+from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
+from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 PATCHES = (2, 4, 8)
 WARMUP = (1, 2, 4)
 
 
-class Measured(NamedTuple):
+class QualityRow(NamedTuple):
     """Samples drawn in patches (1: exactly), with `warmup` first evaluations of the whole sequence.
 
     psnr: PSNR in dB relative to the exact samples, for values in [-1, 1].
@@ -48,8 +48,10 @@ def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tens
     """Draw the samples. Each evaluation is one forward, with both branches of guidance in its batch."""
     clock = StepClock()
     votes, installed = Votes("the loop", digits.ranks.control), {"transformer": digits.installed}
-    made = make_patch_calls(installed, digits.ranks, votes, pipe=1, patches=patches, warmup=warmup, clock=clock)
-    undo = [x for calls in made.values() for x in (*calls.install(), intercept_calls(digits.transformer, calls.call))]
+    runners = make_patch_runners(installed, digits.ranks, votes, pipe=1, patches=patches, warmup=warmup, clock=clock)
+    undo = list[Undo]()
+    for runner in runners.values():  # none for a single patch
+        undo += [*runner.install(), intercept_calls(digits.transformer, runner.call)]
 
     @contextmanager
     def evaluation(time: float) -> Iterator[None]:
@@ -62,20 +64,20 @@ def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tens
         undo_all(undo)
 
 
-def measure_patches(run: Path, count: int) -> list[Measured]:
+def measure_patches(run: Path, count: int) -> list[QualityRow]:
     """Draw `count` samples exactly and with each setting."""
     digits = load_digits(run, count)
     exact = samples_in_patches(digits, patches=1, warmup=1)
-    measured: list[Measured] = []
+    measured: list[QualityRow] = []
     for patches, warmup in [(1, 1), *((n, w) for n in PATCHES for w in WARMUP)]:
         samples = exact if patches == 1 else samples_in_patches(digits, patches, warmup)
         largest, recognised = float((samples - exact).abs().max()), recognise_digits(samples, digits.labels).fraction
-        measured.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
+        measured.append(QualityRow(patches, warmup, psnr(samples, exact), largest, recognised))
         print(measured[-1], flush=True)
     return measured
 
 
-def draw_quality(measured: list[Measured], path: Path) -> None:
+def draw_quality(measured: list[QualityRow], path: Path) -> None:
     """Plot the deviation against the number of patches, with a line for each warm-up."""
     exact, *others = measured
     lines = {f"warm-up {warmup}": [x for x in others if x.warmup == warmup] for warmup in WARMUP}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.app.benchmark.report import Row, count_ranks
+from lightning_cp.app.benchmark.report import ResultRow, count_ranks
 from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
 from lightning_cp.files import writing_new
 
@@ -20,7 +20,7 @@ def colours(names: Iterable[str]) -> dict[str, Any]:
     return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}
 
 
-def draw_workload(rows: Sequence[Row], path: Path) -> None:
+def draw_workload(rows: Sequence[ResultRow], path: Path) -> None:
     """Plot time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
 
     By length, or as bars if there is only one length. Times with a spread above 30 % are marked.
@@ -47,7 +47,7 @@ def draw_workload(rows: Sequence[Row], path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def draw_data(rows: Sequence[Row], path: Path) -> None:
+def draw_data(rows: Sequence[ResultRow], path: Path) -> None:
     """Draw samples per second and the share of waiting of the workload `data`, as PNG."""
     from matplotlib.figure import Figure
 
@@ -74,7 +74,7 @@ _NOISY = 0.3  # spread above which a time is marked
 _Curves = dict[str, tuple[list[float | None], ...]]  # subject -> (times, memory, waiting, spread), each by length
 
 
-def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
+def _curves(rows: Sequence[ResultRow], ranks: int) -> _Curves:
     one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, SINGLE_RANK)}
     curves: _Curves = {}
     for subject in dict.fromkeys(row["subject"] for row in rows):

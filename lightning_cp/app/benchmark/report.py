@@ -19,7 +19,7 @@ _DATA_COLUMNS = ("", "ms", "median", "spread", "samples/s", "waiting")
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 
 
-class Row(TypedDict):
+class ResultRow(TypedDict):
     """One subject's figures, as in `bench.csv`.
 
     ratio: fastest repetition as a multiple of the limit, which is the fastest repetition of one process on one thread,
@@ -50,14 +50,14 @@ class Row(TypedDict):
     refused: str
 
 
-def rows_of(workload: str, tokens: int, ranks: int, figures_by_name: dict[str, Figures]) -> list[Row]:
+def rows_of(workload: str, tokens: int, ranks: int, figures_by_name: dict[str, Figures]) -> list[ResultRow]:
     """Return the rows of one set of measurements."""
     one = figures_by_name.get(ONE_THREAD) or figures_by_name[SINGLE_RANK]
     rows = []
     for name, figures in figures_by_name.items():
         times = sorted(figures.times_s)
         parts = ranks if one.times_s else 1
-        row = Row(
+        row = ResultRow(
             workload=workload,
             tokens=tokens,
             ranks=ranks,
@@ -92,15 +92,15 @@ def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
     return statistics.median(a / b for a, b in zip(checked.times_s, unchecked.times_s, strict=True)) - 1
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_csv(rows: Sequence[ResultRow], path: Path) -> None:
     """Write all rows as CSV."""
     with writing_new(path), path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(Row.__annotations__))
+        writer = csv.DictWriter(file, list(ResultRow.__annotations__))
         writer.writeheader()
         writer.writerows(rows)
 
 
-def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+def tables(rows: Sequence[ResultRow]) -> list[tuple[str, list[list[str]]]]:
     """Return the title and the cells of one table per set of measurements, with a line for each subject."""
     cells_by_title: dict[str, list[list[str]]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ _ABOUT_DATA = (
 )
 
 
-def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: Sequence[str]) -> str:
+def markdown_page(rows: Sequence[ResultRow], *, machine: str, command: str, pictures: Sequence[str]) -> str:
     """Return the page for docs/, in Markdown."""
     lines = [
         "# Benchmarks",
@@ -179,7 +179,7 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ResultRow) -> list[str]:
     columns = _DATA_COLUMNS if row["workload"] == DATA else _COLUMNS
     if row["refused"]:
         return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(columns) - 2)]

@@ -25,7 +25,7 @@ THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 _CACHE = {"_target_": "diffusers.FirstBlockCacheConfig"}
 
 
-class Measured(NamedTuple):
+class ThresholdRow(NamedTuple):
     """Samples drawn with one threshold (0: without a cache).
 
     skipped: fraction of the block calls that were skipped. seconds: CPU time.
@@ -40,11 +40,11 @@ class Measured(NamedTuple):
     recognised: float
 
 
-def measure_thresholds(run: Path, count: int) -> list[Measured]:
+def measure_thresholds(run: Path, count: int) -> list[ThresholdRow]:
     """Draw `count` samples without a cache and with each threshold."""
     digits = load_digits(run, count)
     transformer = digits.transformer
-    measured: list[Measured] = []
+    measured: list[ThresholdRow] = []
     reference: Tensor | None = None
     for threshold in (0.0, *THRESHOLDS):
         steps = CachedSteps(transformer, digits.ranks, calls=digits.evaluations)
@@ -57,12 +57,12 @@ def measure_thresholds(run: Path, count: int) -> list[Measured]:
             transformer.disable_cache()
         reference = samples if reference is None else reference
         recognised = recognise_digits(samples, digits.labels).fraction
-        measured.append(Measured(threshold, skipped, seconds, psnr(samples, reference), recognised))
+        measured.append(ThresholdRow(threshold, skipped, seconds, psnr(samples, reference), recognised))
         print(measured[-1], flush=True)
     return measured
 
 
-def draw_thresholds(measured: list[Measured], path: Path) -> None:
+def draw_thresholds(measured: list[ThresholdRow], path: Path) -> None:
     """Plot quality and time against the threshold."""
     plain, *cached = measured
     panels = [

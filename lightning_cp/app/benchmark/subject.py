@@ -51,7 +51,7 @@ def modes(ranks: int) -> dict[str, ContextParallelConfig]:
 
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Copy a model whose weights are not modified."""
+    """Copy a model without its weights, which both share: they must not be modified."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 

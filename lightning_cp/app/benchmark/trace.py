@@ -14,7 +14,7 @@ from lightning_cp.comm.transfer import EXCHANGE, WAIT
 from lightning_cp.launch.scratch import temporary_folder
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """An interval of time, in microseconds."""
 
     begin: float
@@ -35,7 +35,7 @@ class Trace:
 
     peak_bytes: int
     held_bytes: int
-    transfers: tuple[Span, ...]
+    transfers: tuple[TraceSpan, ...]
     exposed: float
 
 
@@ -63,7 +63,7 @@ def read_trace(events: list[dict[str, Any]]) -> Trace:
     spans = [x for x in events if x.get("ph") == "X" and "dur" in x and x.get("cat") != "gpu_user_annotation"]
     begun = {_number(x): _span(x).end for x in spans if x["name"].startswith(EXCHANGE)}
     waits = {_number(x): _span(x) for x in spans if x["name"].startswith(WAIT)}
-    transfers = tuple(Span(begun[number], wait.begin) for number, wait in sorted(waits.items()) if number in begun)
+    transfers = tuple(TraceSpan(begun[number], wait.begin) for number, wait in sorted(waits.items()) if number in begun)
     kernels = [x for x in spans if x.get("cat") == "kernel"]
     if kernels:
         computing = _covered(_span(x) for x in kernels if "nccl" not in x["name"])
@@ -75,20 +75,20 @@ def read_trace(events: list[dict[str, Any]]) -> Trace:
     return Trace(peak, allocated, transfers, exposed / length if length else 0.0)
 
 
-def spans_of(events: list[dict[str, Any]], name: str) -> list[Span]:
+def spans_of(events: list[dict[str, Any]], name: str) -> list[TraceSpan]:
     """Return the intervals of the events with `name` in their name."""
     return [_span(x) for x in events if x.get("ph") == "X" and name in x["name"]]
 
 
-def _span(event: dict[str, Any]) -> Span:
-    return Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+def _span(event: dict[str, Any]) -> TraceSpan:
+    return TraceSpan(float(event["ts"]), float(event["ts"]) + float(event["dur"]))
 
 
 def _number(event: dict[str, Any]) -> int:
     return int(event["name"].rpartition(" ")[2])
 
 
-def _covered(spans: Iterable[Span]) -> float:
+def _covered(spans: Iterable[TraceSpan]) -> float:
     """Return the length of the union of the intervals, in microseconds."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans):

@@ -38,7 +38,7 @@ from lightning_cp.pipelines.apply import parallelize_pipeline
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_calls
+from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
 from lightning_cp.undoable import intercept_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -223,7 +223,7 @@ def _stages(config: DictConfig, device: torch.device) -> list[Subject]:
         settings, clock = ContextParallelConfig(), StepClock()
         ranks = sample_groups_for(settings, pipe=dist.get_world_size())
         installed = {"transformer": parallelize(model, settings, check_peers="off")}
-        made = make_patch_calls(
+        made = make_patch_runners(
             installed, ranks, Votes("the loop", ranks.control), pipe=ranks.pipe, patches=patches, warmup=1, clock=clock
         )
         calls = made["transformer"]

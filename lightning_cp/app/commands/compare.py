@@ -65,14 +65,15 @@ def _describe(measured: Callable[..., float], case: dict[str, Any]) -> str:
     """Return the largest error of all ranks as text, or the name of the exception that a rank raised."""
     import torch.distributed as dist
 
+    from lightning_cp.comm.agree import gather_objects
+
     try:
         outcome: Any = measured(**case)
     except Exception as error:
         outcome = type(error).__name__
-    outcomes: list[Any] = [None] * RANKS
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = gather_objects(outcome, dist.group.WORLD)
     raised = [x for x in outcomes if isinstance(x, str)]
-    return f"{raised[0]}" if raised else f"{max(outcomes):.0e}"
+    return raised[0] if raised else f"{max(outcomes):.0e}"
 
 
 def _compare(attend: Callable[..., Any], lengths: list[int], **case: Any) -> float:

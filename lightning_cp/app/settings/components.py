@@ -32,30 +32,25 @@ def check_components(config: DictConfig) -> None:
             f"model.component={show(component)} is not valid: must be the name of a transformer, or a list of the "
             "different names of two experts, such as [transformer,transformer_2]"
         )
-    given, pair = read(config, "objective.sigma_range"), Each(Number(minimum=0, maximum=1), 2)
-    if given is None:
+    sigma_range, pair = read(config, "objective.sigma_range"), Each(Number(minimum=0, maximum=1), 2)
+    if sigma_range is None:
         return
-    ranges = [given] if names == [component] else given
+    problem = f"objective.sigma_range={show(sigma_range)} is not valid"
+    ranges = [sigma_range] if names == [component] else sigma_range
     if not isinstance(ranges, list) or not all(map(pair.passes, ranges)):
         several = "" if names == [component] else ", for each expert, such as [[0.875,1.0],[0.0,0.875]]"
-        raise SettingsError(
-            f"objective.sigma_range={show(given)} is not valid: must be null, or two numbers from 0 to 1{several}"
-        )
+        raise SettingsError(f"{problem}: must be null, or two numbers from 0 to 1{several}")
     if len(ranges) != len(names):
         raise SettingsError(
-            f"objective.sigma_range={show(given)} is not valid: must have a range for each of {', '.join(names)}, in "
-            "this order, or be null for the ranges of the pipeline"
+            f"{problem}: must have a range for each of {', '.join(names)}, in this order, or be null for the ranges of "
+            "the pipeline"
         )
     if any(low >= high for low, high in ranges):
-        raise SettingsError(
-            f"objective.sigma_range={show(given)} is not valid: the first number must be less than the second"
-        )
+        raise SettingsError(f"{problem}: the first number must be less than the second")
     ascending = sorted(zip(ranges, names, strict=True))
     for ((_, end), lower), ((start, _), upper) in pairwise(ascending):
         if start < end:
-            raise SettingsError(
-                f"objective.sigma_range={show(given)} is not valid: the ranges of {lower} and {upper} overlap"
-            )
+            raise SettingsError(f"{problem}: the ranges of {lower} and {upper} overlap")
 
 
 def check_transformers(config: DictConfig) -> None:

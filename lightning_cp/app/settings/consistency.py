@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
+from lightning_cp.app.settings.mixture import check_no_degrees
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.config import KERNEL_NAMES
@@ -36,6 +37,7 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
         check_finetuning(config, data_parallel=data_parallel)
     else:
         check_data(config)
+        check_no_degrees(config)
         check_batch(config, data_parallel)
         check_model(config)
     check_trace(config)

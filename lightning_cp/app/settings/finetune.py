@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.settings.cache import check_cache
 from lightning_cp.app.settings.components import check_components, check_quantised, check_transformers, read_file
+from lightning_cp.app.settings.mixture import check_mixture
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
@@ -89,9 +90,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
         )
     if samples is not None and held_out >= samples:
         raise SettingsError(f"data.validation={held_out} must be less than {samples}, the number of samples")
-    batch = read(config, "batch_size")
-    if batch % data_parallel:
-        raise SettingsError(f"batch_size={batch} is the global batch and must be a multiple of {data_parallel} groups")
+    check_mixture(config, data_parallel=data_parallel)
 
 
 def _check_lora(config: DictConfig) -> None:

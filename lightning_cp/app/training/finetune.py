@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.world import is_single
+from lightning_cp.app.training.batch_order import batch_order
 from lightning_cp.app.training.encoded_folder import encoded_folder
 from lightning_cp.app.training.objective import build_objective
 from lightning_cp.app.training.run import Run
 from lightning_cp.app.training.setup import TrainingSetup
-from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
@@ -40,7 +40,6 @@ from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.pipeline_folder.encoder_files import describe_files
 from lightning_cp.pipelines.components import is_modular_source
 from lightning_cp.pipelines.placement.encoders import pipeline_class
-from lightning_cp.training.ranks import DataShard
 
 BEST = "best"  # folder of the export with the lowest validation loss
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -121,17 +120,8 @@ class FineTune(TrainingSetup):
         return {**super().module_settings(), **settings}
 
     @override
-    def sampler(self, data_shard: DataShard) -> OrderSampler:
-        config = self.config
-        return BucketBatchSampler(
-            self.dataset.buckets,
-            config.batch_size,
-            seed=config.seed,
-            leftovers=config.data.leftovers,
-            with_epoch=True,
-            data_rank=data_shard.rank,
-            data_size=data_shard.size,
-        )
+    def sampler(self, strategy: Any) -> OrderSampler:
+        return batch_order(self.config, self.dataset, self.family, strategy)
 
     @property
     @override

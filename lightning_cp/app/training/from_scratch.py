@@ -55,8 +55,8 @@ class FromScratch(TrainingSetup):
         return built
 
     @override
-    def sampler(self, data_shard: DataShard) -> OrderSampler:
-        config = self.config
+    def sampler(self, strategy: Any) -> OrderSampler:
+        config, data_shard = self.config, DataShard.of(strategy)
         return GlobalBatchSampler(
             len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
         )

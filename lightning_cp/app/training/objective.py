@@ -19,6 +19,7 @@ def build_objective(config: DictConfig, family: Family) -> Objective:
     kind = FlowMatching if family.objective.prediction == "flow" else Diffusion
     valid = [name for name in map(str, config.objective) if name in {x.name for x in fields(kind)}]
     chosen = {str(name): value for name, value in config.objective.items() if value is not None}
+    chosen.pop("reduction")  # it weights samples, see `BatchDivision`
     for name, value in chosen.items():
         if name not in valid:
             raise ValueError(

@@ -26,8 +26,10 @@ from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
+from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.finetune.divided_data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import Objective
@@ -78,8 +80,8 @@ class TrainingSetup(ABC):
         """Build the model to train; new weights are drawn from torch's global generator."""
 
     @abstractmethod
-    def sampler(self, data_shard: DataShard) -> OrderSampler:
-        """Build the sampler of this data rank's share of each batch."""
+    def sampler(self, strategy: Any) -> OrderSampler:
+        """Build the sampler of this data rank's share of each batch. Args: strategy: it has the data ranks."""
 
     @property
     def base(self) -> str | None:
@@ -115,9 +117,10 @@ class TrainingSetup(ABC):
 
     def loader(self, sampler: OrderSampler, data_shard: DataShard) -> DataLoader[Any]:
         """Build an endless loader that starts at the sampler's position."""
+        divided = DividedData(self.dataset) if isinstance(sampler, DividedBatchSampler) else None
         return EndlessLoader(
-            self.dataset,
-            collate_fn=self.collate,
+            divided or self.dataset,
+            collate_fn=divided.collate if divided else self.collate,
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
             worker_init_fn=worker_init_fn(self.config.seed, data_shard.rank),

@@ -23,6 +23,7 @@ from lightning_cp.checkpoint import parse_manifest
 from lightning_cp.finetune.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import MicroBatch
+from lightning_cp.finetune.objectives.divided_batch import DividedBatch
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
@@ -53,7 +54,7 @@ class RecipeModule(FineTuning):
         self.run = self._setup.start(
             TrainerRanks(trainer),
             data_shard,
-            self._setup.sampler(data_shard),
+            self._setup.sampler(trainer.strategy),
             tuning=self,
             model=WithPrecision(self.transformer, trainer.precision_plugin),
             module=self.transformer,
@@ -81,7 +82,9 @@ class RecipeModule(FineTuning):
         self.steps.begin()
 
     @override
-    def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, batch: StoredBatch | DividedBatch, *, step: int, first_index: int | None = None
+    ) -> Iterator[MicroBatch]:
         return super().micro_batches(batch, step=step, first_index=self.run.state.sampler.first_index)
 
     @override

@@ -161,7 +161,7 @@ class AttentionDispatcher:
             query.shape[-1],
             causal=causal,
             scale=self._scale(scale, query),
-            groups=session.groups.name,
+            groups=session.current().groups.name,
             config=session.config,
             kernel=kernel_for(session, backend),
         )
@@ -258,7 +258,7 @@ class AttentionDispatcher:
             return False
         modalities = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
         is_joint = len([s for s in modalities if self.session.current().lengths.get(s)]) > 1
-        local_keys, call = sizes[1][self.session.groups.context_rank], self.session.current()
+        local_keys, call = sizes[1][self.session.current().groups.context_rank], self.session.current()
         whole = sum(call.lengths.get(modality, 0) for modality in modalities)
         return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and local_keys != mask.shape[-1] == whole
 
@@ -271,7 +271,7 @@ class AttentionDispatcher:
         if self.kinds[0].mask == "padded":
             return mask[..., : sum(keys)]
         local_mask = token_mask(mask)
-        return outer_mask(local_mask, gather_token_mask(local_mask, keys, self.session.groups))
+        return outer_mask(local_mask, gather_token_mask(local_mask, keys, self.session.current().groups))
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True

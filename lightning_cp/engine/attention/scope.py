@@ -30,7 +30,7 @@ class ScopedAttention(Protocol):
 
 @dataclass(eq=False)
 class Scope:
-    """What attention and dropout compute in some modules of a parallel model. Modules of a kind share one object.
+    """Attention and dropout of some modules of a parallel model. Modules of a kind share one object.
 
     Attributes:
         attention: None: the original functions (modules that the plan marks LOCAL).

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_cp.engine.attention.attention_dispatch import AttentionDispatcher
+from lightning_cp.engine.attention.outside_blocks import UnplannedAttention
 from lightning_cp.engine.attention.scope import Scope, ScopedAttention
 from lightning_cp.engine.attention.scope_hooks import BypassHook, ScopeHook
-from lightning_cp.engine.attention.unplanned import UnplannedAttention
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import AttentionSpecs, Rules
 from lightning_cp.engine.session import Session
@@ -36,7 +36,7 @@ class Scopes:
     def hooks(self, rules: Rules) -> Iterator[tuple[nn.Module, ScopeHook | BypassHook]]:
         """Yield each module with another scope than the module around it, and those around attention, with a hook.
 
-        In blocks with attention across ranks and in modules of `rules.unproven`, the hook checks the interception.
+        In blocks with attention across ranks and in modules of `rules.not_followed`, the hook checks the interception.
         """
         model, planned = self._model, self._own(rules)
         across = {path for path in rules.blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
@@ -51,7 +51,7 @@ class Scopes:
                 continue
             if path in hooked or scopes[path] is not around:
                 seen.add(module)
-                yield module, self._hook(scopes[path], around, path in across or path in rules.unproven)
+                yield module, self._hook(scopes[path], around, path in across or path in rules.not_followed)
         for path, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 yield module, BypassHook(self._session, model, self._scope((), drops=False), _around(path, scopes))

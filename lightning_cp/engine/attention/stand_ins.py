@@ -83,14 +83,14 @@ def are_installed() -> bool:
     return True
 
 
-def hold_stand_ins(held: dict[Any, Any] | list[Any]) -> None:
+def hold_stand_ins(container: dict[Any, Any] | list[Any]) -> None:
     """Exchange original functions in a dict (the attributes of an object, for example) or list for their stand-ins."""
-    _exchange(held, _STAND_INS)
+    _exchange(container, _STAND_INS)
 
 
-def hold_originals(held: dict[Any, Any] | list[Any]) -> None:
+def hold_originals(container: dict[Any, Any] | list[Any]) -> None:
     """Undo `hold_stand_ins`."""
-    _exchange(held, _UNDER)
+    _exchange(container, _UNDER)
 
 
 def original_of(function: _Function) -> _Function:
@@ -129,11 +129,11 @@ def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
             _exchange(attributes, table)
 
 
-def _exchange(held: Any, table: Mapping[int, _Function]) -> None:
-    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+def _exchange(container: Any, table: Mapping[int, _Function]) -> None:
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
         other = table.get(id(value))
         if other is not None:
-            held[key] = other
+            container[key] = other
 
 
 class _OfBuiltin:

@@ -21,10 +21,10 @@ from lightning_cp.undoable import Undo, set_attribute
 def sums_over_ranks(session: Session, *values: Tensor) -> list[float]:
     """Sum scalars over all ranks that share the sample, in rank order, so that every rank gets the same bits.
 
-    Ranks: all of `session.sample`. Synchronises the host.
+    Ranks: all of `session.batch_group`. Synchronises the host.
     """
     local = torch.stack([x.double() for x in values])
-    group = session.sample.context
+    group = session.batch_group
     if group is None:
         sums: list[float] = local.tolist()
         return sums
@@ -111,7 +111,7 @@ def _sea_gate(watched: WatchedHook) -> Undo:
         if not watched.fits:
             state.history = []  # with an empty history, diffusers computes
         should_compute = local_decision(state, metadata, indicator, config)
-        group = watched.session.sample.context
+        group = watched.session.batch_group
         if group is None:
             return should_compute
         # The distance is sent as the bits of an int64, so that all ranks get exactly the same number.

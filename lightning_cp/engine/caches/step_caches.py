@@ -109,16 +109,16 @@ class StepCaches:
         If a hook was put on the model itself after the last forward, it is already running, and was not watched when it
         started. So `before_compute` is called here, for all hooks.
 
-        Ranks: all of `session.sample`. Raises: PeerMismatchError, on all of these ranks.
+        Ranks: all of `session.batch_group`. Raises: PeerMismatchError, on all of these ranks.
         """
         for watched in self.hooks:
             if watched.before_compute is not None and watched.context is not None:
                 watched.before_compute(kwargs)
-        if self.hooks and self._session.sample.context is not None:
+        if self.hooks and self._session.batch_group is not None:
             uncompiled(self._compare)()
 
     def _compare(self) -> None:
-        group = self._session.sample.context
+        group = self._session.batch_group
         assert group is not None, "the caller has checked it"
         digests = [*digest_ints(list(self._settings.items()), 1), *digest_ints(list(_progress(self.hooks)), 1)]
         by_rank = all_gather_ints(digests, group=group)

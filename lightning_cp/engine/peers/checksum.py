@@ -1,4 +1,4 @@
-"""Checksums of the bits of weights, to compare them between ranks."""
+"""Numbers that describe tensors, to compare these between ranks: checksums of their bits, norms and projections."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ def checksum(x: Tensor) -> int:
             total += _mixed(position.mul_(_ODD[0]).add_(part)).sum()
             start += len(part)
     return int(total)
+
+
+@torch.no_grad()
+def norm_and_projections(x: Tensor, projections: int) -> list[float]:
+    """Return the norm of a tensor, and projections onto random signs, the same on all ranks."""
+    flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
+    flat = flat.double()
+    generator = torch.Generator("cpu").manual_seed(flat.numel())
+    sums = [flat.norm()]
+    for _ in range(projections):
+        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
+        sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
+    values: list[float] = torch.stack(sums).tolist()
+    return values
 
 
 def digest_ints(value: object, count: int = 3) -> list[int]:

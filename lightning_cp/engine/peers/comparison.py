@@ -21,8 +21,8 @@ from lightning_cp.compat.torch_names import (
     temporarily_clear_interpreter_stack,
 )
 from lightning_cp.config import CHECK_PEERS
-from lightning_cp.engine.peers import samples as peer_samples
-from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values
+from lightning_cp.engine.peers.checksum import norm_and_projections
+from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 
@@ -78,15 +78,19 @@ class PeerCheck:
         self._forward, self._model = 0, ""
         self._table: tuple[Tensor, tuple[float, ...]] | None = None
         self._pending: _Sampled | None = None
-        self._shapes: set[tuple[float, ...]] = set()  # compared: of the last forward; on GPUs, of all
+        self._siblings = {groups.name: self}  # checks of the same model for other groups
+        self._shapes: set[tuple[float, ...]] = set()  # that were compared in the last forward, on GPUs in all forwards
 
     def of_copy(self) -> PeerCheck:
         """Return a new check with the same settings, for a deep copy of the model."""
         return PeerCheck(self._groups, self._names, self._check_peers)
 
     def of_groups(self, groups: MeshGroups) -> PeerCheck:
-        """Return a new check with the same settings for the ranks of other groups."""
-        return PeerCheck(groups, self._names, self._check_peers)
+        """Return the check with the same settings for the ranks of other groups; it is new for groups without one."""
+        if groups.name not in self._siblings:
+            self._siblings[groups.name] = PeerCheck(groups, self._names, self._check_peers)
+            self._siblings[groups.name]._siblings = self._siblings
+        return self._siblings[groups.name]
 
     def of_one_rank(self) -> PeerCheck:
         """Return a check that compares nothing."""
@@ -159,10 +163,9 @@ class PeerCheck:
             return  # the compared world group was destroyed; a new one may exist
         if within_s is not None and not pending.gather.is_done(within_s=within_s):
             return
-        names = self._sampler.names
         with without_transforms():
-            by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        difference = peer_samples.sampled_difference(by_rank, names)
+            by_rank = pending.gather.read()
+        difference = sampled_difference(by_rank, self._sampler.names)
         if difference is not None:
             rank, problem = difference
             raise PeerMismatchError(
@@ -211,16 +214,7 @@ def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str
 
 def digest(x: Tensor) -> Digest:
     """Return shape and dtype as text, and a list of the norm and some random projections."""
-    what = f"{tuple(x.shape)} {x.dtype}"
-    with torch.no_grad():
-        flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
-        flat = flat.double()
-        generator = torch.Generator("cpu").manual_seed(flat.numel())
-        sums = [flat.norm()]
-        for _ in range(_PROJECTIONS):
-            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
-            sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
-        return what, torch.stack(sums).tolist()
+    return f"{tuple(x.shape)} {x.dtype}", norm_and_projections(x, _PROJECTIONS)
 
 
 @contextmanager

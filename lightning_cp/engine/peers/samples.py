@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_cp.comm.to_device import to_device
 from lightning_cp.compat.torch_names import no_torch_dispatch
@@ -55,78 +55,126 @@ class Sampler:
         Returns: the table, float64 [1 + len(names), 1 + 2 * BUCKETS] on `device` (the host does not wait for a GPU),
             and the hashes.
         """
-        mixed: dict[torch.device, Tensor] = {}
-        nothing = torch.zeros(2 * BUCKETS, dtype=torch.float64, device=device)
-        structures, contents = [float(forward)], [nothing]
-        for name in self.names:
+        structures, tensors = [float(forward)], list[tuple[Tensor, _Place]]()
+        for row, name in enumerate(self.names, 1):
             leaves = list(compared_leaves(name, arguments.get(name)))
             kinds = [(path, _shape_and_dtype(x)) for path, x in leaves] + list(plain_values(name, arguments.get(name)))
             structures.append(_hash(kinds) if kinds else 0.0)
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
-            for x in readable:
-                if x.device not in mixed:
-                    mixed[x.device] = _mix(forward, x.device)
-            contents.append(self._row(readable, mixed, device) if readable else nothing)
+            tensors += [(x, _Place(row, number, len(readable))) for number, x in enumerate(readable)]
+        tensors.sort(key=lambda pair: not pair[0].is_floating_point())
+        contents = torch.zeros(2, len(structures), BUCKETS, dtype=torch.float64, device=device)
+        for source in dict.fromkeys(x.device for x, _ in tensors):
+            here = [(x, place) for x, place in tensors if x.device == source]
+            reading = reading_of(tuple((x.numel(), x.dtype, place) for x, place in here), source)
+            sums = reading.sums([x for x, _ in here], forward, num_sums=len(structures) * BUCKETS)
+            contents += to_device(sums, device).view_as(contents)
         column = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
-        return torch.cat([to_device(column, device), torch.stack(contents)], 1), tuple(structures[1:])
-
-    def _row(self, leaves: Sequence[Tensor], mixed: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
-        """Compute sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
-        buckets = max(1, BUCKETS // len(leaves))
-        each = [to_device(self._sums(x, buckets, len(leaves), mixed[x.device]), device) for x in leaves]
-        both = torch.cat(each, 1)
-        both = F.pad(both, (0, -both.shape[1] % BUCKETS))
-        return both.view(2, -1, BUCKETS).sum(1).flatten()
-
-    def _sums(self, x: Tensor, buckets: int, leaves: int, mixed: Tensor) -> Tensor:
-        """Compute sums and tolerances of one tensor: [2, buckets]."""
-        dtype = x.dtype
-        values = self._read(x, max(1, SAMPLES // leaves // buckets) * buckets, mixed).double()
-        if dtype.is_floating_point:
-            values = values.nan_to_num(nan=_NAN, posinf=_LARGEST, neginf=-_LARGEST).clamp(-_LARGEST, _LARGEST)
-        values = F.pad(values, (0, -values.numel() % buckets)).view(buckets, -1)
-        weights = constants_on(x.device)[1][: values.numel()].view_as(values)
-        norms = values.square().sum(1).sqrt()
-        scale = norms.maximum(norms.square().mean().sqrt())  # RMS: a lower bound for almost-zero buckets
-        return torch.stack([(values * weights).sum(1), scale * _tolerance(dtype, single=values.shape[1] == 1)])
-
-    def _read(self, x: Tensor, count: int, mixed: Tensor) -> Tensor:
-        """Read all elements of x if there are at most `count`, otherwise `count` of them."""
-        if x.numel() <= count:
-            return x.reshape(-1)
-        starts, widths = intervals(x.numel(), count, x.device)
-        chosen = starts + mixed[:count] % widths
-        return x.view(-1)[chosen] if x.is_contiguous() else torch.take(x, chosen)
+        return torch.cat([to_device(column, device), *contents], 1), tuple(structures[1:])
 
 
-def _mix(forward: int, device: torch.device) -> Tensor:
-    """Compute pseudo-random ints >= 0 without torch's generators, equal on all ranks: [SAMPLES + BUCKETS]."""
-    x = constants_on(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
+class _Place(NamedTuple):
+    """Place of a tensor in the table: row of its argument, number in the argument, number of the argument's tensors."""
+
+    row: int
+    number: int
+    of_argument: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Positions and buckets of the elements that are read from several tensors, those with floats first.
+
+    Attributes:
+        counts: number of elements to read from each tensor.
+        num_floats: number of floating-point elements.
+        intervals: for each element that is chosen again in each forward: start and width of its interval, and a number
+            that no other element of the tensor has, int64 [3, chosen].
+        weights, buckets: weight and bucket of each element.
+        owners, sums_of: for each bucket, the index of its tensor, and the index of the sum that it is added to.
+        shares, tolerances: for each bucket, one over the number of buckets of its tensor, and a relative error.
+    """
+
+    counts: tuple[int, ...]
+    num_floats: int
+    intervals: Tensor
+    weights: Tensor
+    buckets: Tensor
+    owners: Tensor
+    sums_of: Tensor
+    shares: Tensor
+    tolerances: Tensor
+
+    def sums(self, tensors: Sequence[Tensor], forward: int, *, num_sums: int) -> Tensor:
+        """Compute all sums, and their tolerances: float64 [2, num_sums]."""
+        values = self._read(tensors, forward)
+        floats = values[: self.num_floats]
+        floats.nan_to_num_(nan=_NAN, posinf=_LARGEST, neginf=-_LARGEST).clamp_(-_LARGEST, _LARGEST)
+        added = torch.stack([values * self.weights, values.square()])
+        sums, squares = added.new_zeros(2, len(self.owners)).index_add_(1, self.buckets, added)
+        means = squares.new_zeros(len(tensors)).index_add_(0, self.owners, squares * self.shares)
+        scale = squares.maximum(means[self.owners]).sqrt()  # RMS: a lower bound for almost-zero buckets
+        added = torch.stack([sums, scale * self.tolerances])
+        return added.new_zeros(2, num_sums).index_add_(1, self.sums_of, added)
+
+    def _read(self, tensors: Sequence[Tensor], forward: int) -> Tensor:
+        """Read the elements of all tensors: float64 [elements]."""
+        starts, widths, numbers = self.intervals
+        chosen = starts + _mix(numbers, forward) % widths
+        parts, begin = [self.weights[:0]], 0  # the first part, without elements, makes the result float64
+        for x, count in zip(tensors, self.counts, strict=True):
+            if x.numel() == count:
+                parts.append(x.reshape(-1))
+                continue
+            indices = chosen[begin : begin + count]
+            parts.append(x.view(-1)[indices] if x.is_contiguous() else torch.take(x, indices))
+            begin += count
+        return torch.cat(parts)
+
+
+@lru_cache(maxsize=16)
+def reading_of(tensors: tuple[tuple[int, torch.dtype, _Place], ...], device: torch.device) -> Reading:
+    """Decide what to read of tensors on a device. Args: tensors: number of elements, dtype and place of each."""
+    drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
+    weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)  # random sign, magnitude 0.5 to 1.5
+    counts, num_floats, num_buckets = list[int](), 0, 0
+    intervals, elements, of_buckets, factors = [np.zeros((3, 0), np.int64)], list[Any](), list[Any](), list[Any]()
+    for index, (numel, dtype, place) in enumerate(tensors):
+        size = max(1, BUCKETS // place.of_argument)  # number of buckets
+        most = max(1, SAMPLES // place.of_argument // size) * size
+        count = min(numel, most)
+        width = -(-count // size)  # number of elements in a bucket
+        counts.append(count)
+        num_floats += count * dtype.is_floating_point
+        if numel > most:
+            bounds = np.arange(most + 1) * numel // most
+            intervals.append(np.stack([bounds[:-1], np.diff(bounds), np.arange(most)]))
+        elements.append(num_buckets + np.arange(count) // width)
+        sums_of = place.row * BUCKETS + (place.number * size + np.arange(size)) % BUCKETS
+        of_buckets.append(np.stack([np.full(size, index), sums_of]))
+        factors.append(np.stack([np.full(size, 1 / size), np.full(size, _tolerance(dtype, single=width == 1))]))
+        num_buckets += size
+    weights = np.concatenate([weights[:count] for count in counts])
+    arrays = (np.concatenate(x, -1) for x in (intervals, elements, of_buckets, factors))
+    chosen, buckets, indices, scales = (to_device(torch.from_numpy(x), device) for x in arrays)
+    of_elements = to_device(torch.from_numpy(weights), device)
+    return Reading(tuple(counts), num_floats, chosen, of_elements, buckets, *indices, *scales)
+
+
+def _mix(numbers: Tensor, forward: int) -> Tensor:
+    """Compute pseudo-random ints >= 0 from ints, without torch's generators, equal on all ranks."""
+    x = numbers * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
     x = (x ^ (x >> 15)) & 0xFFFFFFFF
     x = x * 0x2C1B3C6D
     return (x ^ (x >> 12)) & 0x7FFFFFFF
 
 
-@lru_cache
-def constants_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
-    drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
-    weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
-    return torch.arange(SAMPLES + BUCKETS, device=device), to_device(torch.from_numpy(weights), device)
-
-
-@lru_cache(maxsize=64)
-def intervals(elements: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return starts and widths of `count` equal intervals of a tensor's elements, [count] each."""
-    bounds = torch.arange(count + 1, device=device) * elements // count
-    return bounds[:-1], bounds.diff()
-
-
 def sampled_difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
-    Args: by_rank: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
+    Args: by_rank: the tables of all ranks, [ranks, (1 + len(names)) * (1 + 2 * BUCKETS)].
     """
+    by_rank = by_rank.reshape(len(by_rank), 1 + len(names), -1)
     counts, by_rank = by_rank[:, 0, 0], by_rank[:, 1:]
     for rank, count in enumerate(counts):
         if count != counts[0]:

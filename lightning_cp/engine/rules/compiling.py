@@ -85,7 +85,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         patches=plan.patches,
         unplanned=tuple(_unplanned(module, covered)),
         scopes=scopes,
-        unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),
+        not_followed=tuple(path for path in attention if hides_processor(submodule(module, path))),
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
 

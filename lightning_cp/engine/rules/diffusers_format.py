@@ -52,8 +52,8 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
             f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    unproven = tuple(path for path in attention if hides_processor(module.get_submodule(path)))
-    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {}, unproven=unproven)
+    not_followed = tuple(path for path in attention if hides_processor(module.get_submodule(path)))
+    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {}, not_followed=not_followed)
 
 
 def _to_spec(entry: Any, pattern: str, *, gathers: bool) -> Spec:

@@ -57,7 +57,7 @@ class Rules:
     scopes: kinds of attention of each block, and of each module in a block that the plan's `attention` names. Other
         modules attend as the module around them. (): LOCAL.
     unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
-    unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
+    not_followed: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
         processor.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     patches: settings for computation in patches; None: the model does not support it.
@@ -78,7 +78,7 @@ class Rules:
     needed: Modalities = ()
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
-    unproven: tuple[str, ...] = ()
+    not_followed: tuple[str, ...] = ()
     scopes: Mapping[str, AttentionSpecs] = field(default_factory=dict)
     patches: Patches | None = None
 

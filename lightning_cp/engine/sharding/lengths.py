@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
 
@@ -62,7 +63,7 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
             "a module with LOCAL and other attention calls in its plan cannot be compiled, because only the contents "
             "of the keys distinguish the calls: do not compile this block, or make each call in a separate module"
         )
-    sums = [x for tensor in contents for x in _norm_and_projection(tensor)]
+    sums = [x for tensor in contents for x in norm_and_projections(tensor, 1)]
     by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)
     first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in by_rank)
     norms = [first[1][i // 2 * 2] for i in range(len(sums))]
@@ -71,16 +72,6 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
         n == first[0] and all(abs(a - b) <= limit for a, b, limit in zip(first[1], other, largest, strict=True))
         for n, other in others
     )
-
-
-def _norm_and_projection(x: Tensor) -> list[float]:
-    """Return the norm, and a projection onto random signs."""
-    with torch.no_grad():
-        flat = x.detach().flatten().double()
-        generator = torch.Generator().manual_seed(flat.numel())
-        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8).to(flat.device).double() * 2 - 1
-        sums: list[float] = torch.stack([flat.norm(), flat @ signs]).tolist()
-        return sums
 
 
 def possible_sizes(call: Call) -> list[list[int]]:

@@ -15,8 +15,8 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.sharding.hints import unplanned_shapes
 from lightning_cp.engine.sharding.lengths import find_sizes
+from lightning_cp.engine.sharding.missing_split import unplanned_shapes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
 from lightning_cp.errors import ShapeError
 from lightning_cp.plans import Spec, Split

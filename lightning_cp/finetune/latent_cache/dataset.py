@@ -70,6 +70,12 @@ class LatentData(Dataset[Sample]):
         return int(self._row_of[item])
 
     @property
+    def tokens(self) -> list[int]:
+        """Number of tokens of every item."""
+        tokens = [row.tokens for row in self.cache.rows]
+        return [tokens[row] for row in self._row_of]
+
+    @property
     def buckets(self) -> list[tuple[int, int, int]]:
         """Size (frames, height, width) of every item, for a sampler that draws batches of one size."""
         rows = self.cache.rows

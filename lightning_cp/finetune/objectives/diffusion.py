@@ -13,6 +13,7 @@ from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.objectives.objective import Objective
 from lightning_cp.finetune.objectives.weighting import check_weighting
+from lightning_cp.training.noise import FirstIndex, indices_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,11 @@ class Diffusion(Objective):
         check_weighting(self.weighting, self.min_snr_gamma, self.huber_c, is_flow=False)
 
     @override
-    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:
         low, high = self._range(family)
         drawn = [
-            int(keyed_generator(self.seed, RandomStream.TIME, step=step, index=first_index + i).integers(low, high))
-            for i in range(len(clean))
+            int(keyed_generator(self.seed, RandomStream.TIME, step=step, index=i).integers(low, high))
+            for i in indices_of(first_index, len(clean))
         ]
         return numbers_on(clean.device, drawn, torch.int64)
 

@@ -13,6 +13,7 @@ from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.objectives.density import unshifted
 from lightning_cp.finetune.objectives.flow import FlowMatching
+from lightning_cp.training.noise import FirstIndex
 
 _LEAST = 0.002  # smaller probabilities need too many draws for a time of the interval
 
@@ -90,7 +91,7 @@ class ExpertFlowMatching(FlowMatching):
         return last, min(max(within, 0.0), 1.0)  # sums are rounded
 
     @override
-    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:
         return self.objectives[self.expert_at(step)].times(family, clean, step=step, first_index=first_index)
 
     @override

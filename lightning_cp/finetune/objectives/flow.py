@@ -16,6 +16,7 @@ from lightning_cp.finetune.families import Family, ResolutionShift
 from lightning_cp.finetune.objectives.density import Density, LogitNormal, shifted, unshifted
 from lightning_cp.finetune.objectives.objective import Objective
 from lightning_cp.finetune.objectives.weighting import check_weighting
+from lightning_cp.training.noise import FirstIndex, indices_of
 
 _log = logging.getLogger(__name__)
 _MOST_DRAWS = 10_000
@@ -45,9 +46,9 @@ class FlowMatching(Objective):
             raise ValueError(f"shift={self.shift} must be positive")
 
     @override
-    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:
         factor = self._factor(family, clean)
-        drawn = [self._draw(factor, step=step, index=first_index + i) for i in range(len(clean))]
+        drawn = [self._draw(factor, step=step, index=i) for i in indices_of(first_index, len(clean))]
         return numbers_on(clean.device, drawn, torch.float32)
 
     @override

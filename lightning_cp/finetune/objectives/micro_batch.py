@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.families.latents import main_latents
+from lightning_cp.finetune.objectives.divided_batch import BatchPart, DividedBatch
 from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.training.noise import FirstIndex, indices_of
 
 
 @dataclass(frozen=True)
@@ -19,48 +22,57 @@ class MicroBatch:
     Noise and times depend on the index of a sample in the global batch, so the size of micro-batches changes nothing.
 
     Args:
-        objective, family, stored, step, first_index: see `Objective.loss`; `stored` has its samples only.
-        share: number of its samples divided by the number of samples of the rank's batch.
+        objective, family, step: see `Objective.loss`.
+        part: the samples.
         is_last: no other micro-batch of the step follows.
     """
 
     objective: Objective
     family: Family
-    stored: StoredBatch
+    part: BatchPart
     step: int
-    first_index: int
-    share: float
     is_last: bool
 
     def loss(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the loss and the mean sigma, float32 scalars; both are multiplied by `share`."""
-        clean = main_latents(self.family.clean(self.stored))
-        times = self.objective.times(self.family, clean, step=self.step, first_index=self.first_index)
+        """Return the sums of the weighted losses and of sigma, float32 scalars; both are multiplied by `part.share`."""
+        stored, indices = self.part.stored, self.part.indices
+        clean = main_latents(self.family.clean(stored))
+        times = self.objective.times(self.family, clean, step=self.step, first_index=indices)
         losses = self.objective.sample_losses(
-            model, self.family, self.stored, step=self.step, first_index=self.first_index, times=times
+            model, self.family, stored, step=self.step, first_index=indices, times=times
         )
+        if any(weight != 1 for weight in self.part.weights):
+            losses = losses * numbers_on(losses.device, self.part.weights, losses.dtype)
         sigma = self.objective.sigma(self.family, times)
-        return losses.mean() * self.share, sigma.float().mean() * self.share
+        return losses.sum() * self.part.share, sigma.float().sum() * self.part.share
 
 
 def micro_batches(
-    objective: Objective, family: Family, stored: StoredBatch, *, size: int | None, step: int, first_index: int
+    objective: Objective,
+    family: Family,
+    batch: StoredBatch | DividedBatch,
+    *,
+    size: int | None,
+    step: int,
+    first_index: FirstIndex,
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a rank's batch; the last one may have fewer samples.
 
     Args:
-        size: largest number of samples of a micro-batch; None: all samples.
-        objective, family, stored, step, first_index: see `Objective.loss`.
+        batch: samples of one size, or the parts of a divided batch, each of which is a micro-batch.
+        size: largest number of samples of a micro-batch; None: all samples. A divided batch has its own sizes.
+        first_index: see `Objective.loss`; a divided batch has its own indices.
+        objective, family, step: see `Objective.loss`.
     """
-    size, samples = size or len(stored), len(stored)
+    parts = batch.parts if isinstance(batch, DividedBatch) else list(_parts(batch, size or len(batch), first_index))
+    for number, part in enumerate(parts, start=1):
+        yield MicroBatch(objective, family, part, step=step, is_last=number == len(parts))
+
+
+def _parts(stored: StoredBatch, size: int, first_index: FirstIndex) -> Iterator[BatchPart]:
+    samples = len(stored)
+    indices = tuple(indices_of(first_index, samples))
     for start in range(0, samples, size):
-        part = stored.samples(start, min(start + size, samples))
-        yield MicroBatch(
-            objective,
-            family,
-            part,
-            step=step,
-            first_index=first_index + start,
-            share=len(part) / samples,
-            is_last=start + size >= samples,
-        )
+        chosen = indices[start : start + size]
+        part = stored.samples(start, start + len(chosen))
+        yield BatchPart(part, chosen, (1.0,) * len(chosen), share=1 / samples)

@@ -18,7 +18,7 @@ from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
 from lightning_cp.finetune.objectives.fabric_call import call_unrounded
 from lightning_cp.finetune.objectives.weighting import loss_weight, pseudo_huber
-from lightning_cp.training.noise import sample_dropped, sample_noise
+from lightning_cp.training.noise import FirstIndex, indices_of, sample_dropped, sample_noise
 
 _NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
 
@@ -78,7 +78,13 @@ class Objective(ABC):
             raise ValueError(f"cond_dropout={self.cond_dropout} must be at least 0 and at most 1")
 
     def loss(
-        self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
+        self,
+        transformer: nn.Module,
+        family: Family,
+        stored: StoredBatch,
+        *,
+        step: int,
+        first_index: FirstIndex | None = None,
     ) -> Tensor:
         """Return the loss of a batch, a float32 scalar: the mean over samples of `sample_losses`.
 
@@ -87,7 +93,8 @@ class Objective(ABC):
             family: from `family_for` or `load_family`.
             stored: batch of this data rank, from `collate`.
             step: training step.
-            first_index: index of the batch's first sample in the global batch; None: data rank times batch size.
+            first_index: index of the batch's first sample in the global batch, or of each sample; None: data rank times
+                batch size.
         Ranks: all ranks of a context group, with the same batch; each returns the same loss.
         """
         return self.sample_losses(transformer, family, stored, step=step, first_index=first_index).mean()
@@ -99,7 +106,7 @@ class Objective(ABC):
         stored: StoredBatch,
         *,
         step: int,
-        first_index: int | None = None,
+        first_index: FirstIndex | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
@@ -120,10 +127,10 @@ class Objective(ABC):
                     family,
                     stored.samples(i, i + 1),
                     step=step,
-                    first_index=first + i,
+                    first_index=index,
                     times=None if times is None else times[i : i + 1],
                 )
-                for i in range(len(stored))
+                for i, index in enumerate(indices_of(first, len(stored)))
             ]
             return torch.cat(losses)
         noised = self.noised(family, stored, step=step, first_index=first, times=times)
@@ -146,7 +153,13 @@ class Objective(ABC):
         return loss * loss_weight(self.weighting, sigma, family.objective.prediction, self.min_snr_gamma)
 
     def noised(
-        self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0, times: Tensor | None = None
+        self,
+        family: Family,
+        stored: StoredBatch,
+        *,
+        step: int,
+        first_index: FirstIndex = 0,
+        times: Tensor | None = None,
     ) -> Noised:
         """Draw noise and times for a batch, without running the transformer.
 
@@ -181,7 +194,7 @@ class Objective(ABC):
         return like(clean, {name: x.to(self.loss_dtype) for name, x in by_name(clean).items()})
 
     @abstractmethod
-    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:
         """Draw the time of each sample, [b]."""
 
     @abstractmethod
@@ -225,7 +238,7 @@ def _sum(losses: list[Tensor]) -> Tensor:
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
 
-def _noise(clean: Latents, *, stream: int, **key: int) -> dict[str, Tensor]:
+def _noise(clean: Latents, *, stream: int, **key: Any) -> dict[str, Tensor]:
     """Draw noise for each of the latents, by name; for the main ones from `stream` itself."""
     return {
         name: sample_noise(x.shape, **key, stream=stream + _NEXT_STREAM * i, device=x.device, dtype=x.dtype)

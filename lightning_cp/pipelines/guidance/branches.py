@@ -25,7 +25,7 @@ from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, is_repeated
-from lightning_cp.pipelines.lazy_tensor import PendingGathers, held_tensors, resolve_all
+from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all, with_buffers
 from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors, key_of
 
@@ -33,7 +33,7 @@ _MAX_INCOMPLETE_EXCHANGES = 2
 
 
 @dataclass(eq=False)
-class BranchCalls:
+class BranchRunner:
     """Distributes the calls of a pipeline's transformers over the CFG branches.
 
     Attributes:
@@ -94,9 +94,9 @@ class BranchCalls:
         Ranks: all branches, with equal arguments.
         """
         module = installed.module
-        held = held_tensors((args, kwargs))
-        self._refuse_arguments(installed, *held)
-        main, key = main_argument(module, args, kwargs), (id(module), key_of(held))
+        arguments = with_buffers((args, kwargs))
+        self._refuse_arguments(installed, *arguments)
+        main, key = main_argument(module, args, kwargs), (id(module), key_of(arguments))
         if key not in self.repeats:  # not again: it reads the latents, so that the stages wait for each other
             self.repeats[key] = is_repeated(resolve_all(main))
         if not self.repeats[key]:

@@ -17,7 +17,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.plans import plan_for
 from lightning_cp.undoable import Around
@@ -51,7 +51,7 @@ def groups_of_all(config: ContextParallelConfig, ranks: SampleGroups) -> tuple[C
     return replace(config, ring_degree=ranks.sample.context_size, ulysses_degree=1, mesh=None), ranks.sample
 
 
-def after_vote(calls: BranchCalls, votes: Votes, installed: Installed) -> Around:
+def after_vote(calls: BranchRunner, votes: Votes, installed: Installed) -> Around:
     """Wrap a ControlNet's calls: ranks vote before each of them."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

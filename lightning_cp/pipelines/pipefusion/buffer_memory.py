@@ -26,9 +26,9 @@ from lightning_cp.errors import PlanError
 from lightning_cp.launch.machine import free_memory_bytes
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
 from lightning_cp.nest import of_type, replace
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.key_buffers import Buffer, KeyBuffer
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.pipelines.result_layout import forget_oldest, key_of
 from lightning_cp.undoable import intercept_calls, undo_all
 

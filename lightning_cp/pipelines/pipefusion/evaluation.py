@@ -36,7 +36,7 @@ class PatchEvaluation(Evaluation):
     Attributes:
         patches: number of patches.
         order: order of the modalities' tokens in attention.
-        buffers: what each call of a forward that needs other patches' tokens keeps between evaluations, in call order.
+        buffers: tokens of other patches that the calls of a forward keep between evaluations, in call order.
         patch: index of the current forward's patch; None: the forward computes the whole sequence.
         outputs: outputs gathered so far, over the whole sequence.
         kept: results that are the same for all patches, by module and number of its call in a forward.
@@ -148,8 +148,8 @@ class PatchEvaluation(Evaluation):
             raise InterceptionError(
                 "causal, block-causal or ragged attention cannot be computed in patches: use patches=1"
             )
-        call, held = self.session.current(), kind.queries if kind.keys is None else kind.keys
-        modalities = tuple(modality for modality in self.order if modality in held)
+        call, attended = self.session.current(), kind.queries if kind.keys is None else kind.keys
+        modalities = tuple(modality for modality in self.order if modality in attended)
         ranges, total = call.ranges(modalities), sum(call.lengths.get(modality, 0) for modality in modalities)
         if mask is not None and kind.mask == "keys":
             mask = mask[..., :1, :]

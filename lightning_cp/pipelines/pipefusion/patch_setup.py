@@ -10,14 +10,14 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of, make_stage
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranches
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import blocks_of, make_stage
 
 
-def make_patch_calls(
+def make_patch_runners(
     transformers: Mapping[str, Installed],
     ranks: SampleGroups,
     votes: Votes,
@@ -29,7 +29,7 @@ def make_patch_calls(
     experts: Collection[str] = (),
     is_guided: Callable[[], bool] = lambda: False,
     on_step: Callable[[int], None] = lambda calls: None,
-) -> dict[str, PatchCalls]:
+) -> dict[str, PatchRunner]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
     Args:
@@ -41,7 +41,7 @@ def make_patch_calls(
     """
     if ranks.pipe == patches == 1:
         return {}
-    patch_calls = {}
+    patch_runners = {}
     results = None
     if ranks.pipe_results:
         assert ranks.control is not None, "several ranks share a sample"
@@ -68,10 +68,10 @@ def make_patch_calls(
         counts = None if isinstance(pipe, int) else pipe
         stage = None if results is None else make_stage(installed, ranks.stages, transfers.control, counts)
         branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)
-        patch_calls[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
+        patch_runners[name] = PatchRunner(installed, patches, warmup, branches, stage, results)
     for name in experts:
-        patch_calls[name].branches.experts = [patch_calls[other].branches for other in experts if other != name]
-    return patch_calls
+        patch_runners[name].branches.experts = [patch_runners[other].branches for other in experts if other != name]
+    return patch_runners
 
 
 def refuse_caches(installed: Installed) -> None:

@@ -18,17 +18,17 @@ from torch import Tensor
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh.sample_groups import StageGroup
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
+from lightning_cp.pipelines.pipefusion.links import check_same, receive_object, send_object
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
-from lightning_cp.pipelines.pipefusion.stage_links import check_same, receive_object, send_object
+from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors
 
 _MOST_BYTES = 2**27  # of all positions: 39 MB for a video of 81 frames at 720p
 
 
 @dataclass(eq=False)
-class StageResult:
+class CallResult:
     """The result of one transformer call, on its way from the last stage to all other ranks.
 
     Attributes:
@@ -36,7 +36,7 @@ class StageResult:
         key: identifies the transformer, and the shapes of the call.
         owner: the CFG branch that computes the call.
         pieces: the positions of each piece; empty: the result is sent whole.
-        forwards: number of forwards of the call, each of which gives a piece.
+        forwards: number of forwards of the call; each gives a piece.
         learns: True if the positions of its pieces are found out in this call.
         tensors: the tensors of the whole result, filled piece by piece.
         incoming: for each piece that this rank has started to receive, the packet and the transfer.
@@ -87,11 +87,11 @@ class ResultTransfers:
         """True on the first stage."""
         return self.stages.stage == 0
 
-    def is_source(self, result: StageResult) -> bool:
+    def is_source(self, result: CallResult) -> bool:
         """Return True on the rank that computes a result: the last stage of its branch."""
         return self.branch == result.owner and self.stages.stage == self.stages.num_stages - 1
 
-    def _source(self, result: StageResult) -> int:
+    def _source(self, result: CallResult) -> int:
         return (result.owner + 1) * self.stages.num_stages - 1
 
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
@@ -106,7 +106,7 @@ class ResultTransfers:
         newest = takewhile(lambda total: total <= _MOST_BYTES, accumulate(reversed(sizes)))
         forget_oldest(self._pieces, max(sum(1 for _ in newest), 1))
 
-    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int, *, in_pieces: bool) -> StageResult:
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int, *, in_pieces: bool) -> CallResult:
         """Begin a transformer call.
 
         Args:
@@ -115,14 +115,14 @@ class ResultTransfers:
             in_pieces: send a piece after each forward, if its positions are known.
         """
         pieces = self.pieces_of(stage, key) if in_pieces else []
-        result = StageResult(
+        result = CallResult(
             stage, (id(stage), key), owner, pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
         )
         if result.key in self._forms:
             result.tensors = [x.zero_() for x in self._forms[result.key].empty()]
         return result
 
-    def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
+    def put(self, result: CallResult, number: int, output: Any, *, is_whole: bool) -> None:
         """Prepare to send the piece of a forward, or to receive it. `start` starts the transfer.
 
         Args:
@@ -163,7 +163,7 @@ class ResultTransfers:
         """Forget the transfers that were not started, after a call that was interrupted."""
         self._delayed = []
 
-    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
+    def finish(self, result: CallResult, output: Any, samples: Sequence[int] | None) -> Form | None:
         """End a transformer call: send the result, if it is not sent in pieces.
 
         Args:
@@ -204,7 +204,7 @@ class ResultTransfers:
                 self._pieces[key] = positions_of(parts, result.forwards, form.device)
         return form
 
-    def take(self, result: StageResult, stop: int | None = None) -> bool:
+    def take(self, result: CallResult, stop: int | None = None) -> bool:
         """Put the received pieces before number `stop` (None: all) into the result. Returns: True if there were any."""
         before = result.taken
         while result.incoming and (stop is None or result.taken < stop):
@@ -223,7 +223,7 @@ class ResultTransfers:
                     result.tensors[i].view(-1)[positions[i]] = value
         return result.taken > before
 
-    def _send(self, result: StageResult, tensors: Sequence[Tensor], layout: Layout) -> None:
+    def _send(self, result: CallResult, tensors: Sequence[Tensor], layout: Layout) -> None:
         """Send tensors to all other ranks, or only the mark if a stage has failed."""
         result.failed = result.failed or result.stage.error is not None
         device = self._forms[result.key].device
@@ -232,13 +232,13 @@ class ResultTransfers:
         sends = [(peer, packet) for peer in range(group.size()) if peer != source]
         result.outgoing.append(exchange(sends, [], group=group))
 
-    def _start_receive(self, result: StageResult, layout: Layout) -> None:
+    def _start_receive(self, result: CallResult, layout: Layout) -> None:
         packet = empty_packet(layout, self._forms[result.key].device)
         result.incoming.append(
             (packet, exchange([], [(self._source(result), packet)], group=self.results[result.owner]))
         )
 
-    def _broadcast(self, value: Any, result: StageResult) -> Any:
+    def _broadcast(self, value: Any, result: CallResult) -> Any:
         """Broadcast an object from the rank that computes a result."""
         ranks = dist.get_process_group_ranks(self.results[result.owner])
         source = ranks.pop(self._source(result))

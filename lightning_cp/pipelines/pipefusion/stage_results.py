@@ -25,8 +25,8 @@ from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
-from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers, StageResult
+from lightning_cp.pipelines.pipefusion.result_transfers import CallResult, ResultTransfers
+from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.pipefusion.step_overlap import ComputeStart, describe, have_pieces, is_independent
 from lightning_cp.pipelines.result_layout import forget_oldest
 
@@ -45,7 +45,7 @@ _HIDE_NAN = frozenset(
 class _Step:
     """Results of a denoising step, and the operators that were deferred since its first transformer call."""
 
-    results: list[StageResult] = field(default_factory=list)
+    results: list[CallResult] = field(default_factory=list)
     later: list[Deferred] = field(default_factory=list)
 
 
@@ -96,8 +96,8 @@ class StageResults(LazyResults):
         return is_functional(function) and (is_pointwise or packet in _DEFERRED)
 
     @override
-    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
-        self.steps[-1].later.append((held, function))
+    def defer(self, buffer: Tensor, function: partial[Tensor]) -> None:
+        self.steps[-1].later.append((buffer, function))
 
     @override
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class StageResults(LazyResults):
             self._stages = [stage]
             self._raise_error()
 
-    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int) -> StageResult:
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int) -> CallResult:
         """Begin a transformer call of so many forwards, which the branch `owner` computes. Ranks: all stages."""
         if stage not in self._stages:
             self._stages.append(stage)
@@ -122,7 +122,7 @@ class StageResults(LazyResults):
         self.count += 1
         return result
 
-    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Any:
+    def finish(self, result: CallResult, output: Any, samples: Sequence[int] | None) -> Any:
         """Return the result of a transformer call as lazy tensors. Ranks: all stages.
 
         Args: output, samples: see `ResultTransfers.finish`.

@@ -15,30 +15,30 @@ from torch import Tensor
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyTensor, compute
 from lightning_cp.pipelines.pipefusion.result_pieces import Positions
-from lightning_cp.pipelines.pipefusion.result_transfers import StageResult
+from lightning_cp.pipelines.pipefusion.result_transfers import CallResult
 
-# Computes the start of the model for the forward of a piece: see `PatchCalls`.
+# Computes the start of the model for the forward of a piece: see `PatchRunner`.
 ComputeStart = Callable[[int], "list[Tensor] | None"]
 
 
-def have_pieces(results: Sequence[StageResult], later: Sequence[Deferred], count: int) -> bool:
+def have_pieces(results: Sequence[CallResult], later: Sequence[Deferred], count: int) -> bool:
     """Return True if all results arrive in `count` pieces, and all tensors computed from them can hold NaN."""
-    tensors = [*(x for result in results for x in result.tensors), *(held for held, _ in later)]
+    tensors = [*(x for result in results for x in result.tensors), *(buffer for buffer, _ in later)]
     return all(len(x.pieces) == count for x in results) and all(x.is_floating_point() for x in tensors)
 
 
-def describe(lazy: Sequence[LazyTensor], results: Sequence[StageResult], later: Sequence[Deferred]) -> Hashable:
+def describe(lazy: Sequence[LazyTensor], results: Sequence[CallResult], later: Sequence[Deferred]) -> Hashable:
     """Return how lazy tensors are computed from results, without the values of tensors and real numbers."""
-    known = [*(x for result in results for x in result.tensors), *(held for held, _ in later)]
+    known = [*(x for result in results for x in result.tensors), *(buffer for buffer, _ in later)]
     numbers = {x.untyped_storage().data_ptr(): i for i, x in enumerate(known)}
     keys = tuple(result.key for result in results)
-    return keys, *(_describe(x.held, numbers) for x in lazy), *(_describe_operator(x, numbers) for x in later)
+    return keys, *(_describe(x.buffer, numbers) for x in lazy), *(_describe_operator(x, numbers) for x in later)
 
 
 def _describe_operator(deferred: Deferred, numbers: Mapping[int, int]) -> str:
-    held, function = deferred
+    buffer, function = deferred
     arguments = of_type(object, (function.args, function.keywords))
-    return repr([str(function.func), *(_describe(x, numbers) for x in (held, *arguments))])
+    return repr([str(function.func), *(_describe(x, numbers) for x in (buffer, *arguments))])
 
 
 def _describe(value: object, numbers: Mapping[int, int]) -> str:
@@ -50,7 +50,7 @@ def _describe(value: object, numbers: Mapping[int, int]) -> str:
 
 
 def is_independent(
-    results: Sequence[StageResult],
+    results: Sequence[CallResult],
     later: Sequence[Deferred],
     pieces: Sequence[Positions],
     compute_start: ComputeStart,
@@ -73,13 +73,13 @@ def is_independent(
         tensors = compute_start(number)
         is_known.append(tensors is not None and not _has_nan(tensors, positions))
         for result, values in zip(results, complete, strict=True):
-            for held, x in zip(result.tensors, values, strict=True):
-                held.copy_(x)
+            for buffer, x in zip(result.tensors, values, strict=True):
+                buffer.copy_(x)
     compute(later)
     return all(is_known)
 
 
-def _hide(result: StageResult, start: int) -> None:
+def _hide(result: CallResult, start: int) -> None:
     """Replace the pieces from number `start` on by NaN."""
     for positions in result.pieces[start:]:
         for x, p in zip(result.tensors, positions, strict=True):

@@ -216,7 +216,7 @@ def mark_unusable(
 ) -> None:
     """Make a pipeline raise at every call if some of its layers were sharded, or weights freed, before `error`.
 
-    Args: by_component: layers to shard. staged: components whose blocks are divided into stages.
+    Args: by_component: layers to shard. staged: names of components with blocks in stages.
     """
     is_sharded = any(isinstance(layer, FSDPModule) for layers in by_component.values() for layer in layers)
     freed = [name for name in staged if any(not x.numel() for x in pipe.components[name].parameters())]

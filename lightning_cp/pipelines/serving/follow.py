@@ -15,7 +15,7 @@ from lightning_cp.errors import CallFailedError
 from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.adapters import adapter_state
-from lightning_cp.pipelines.agreement import agreed_settings
+from lightning_cp.pipelines.equal_inputs import agreed_settings
 from lightning_cp.pipelines.placement.sharding import sampling_device
 from lightning_cp.pipelines.serving.leader import Leader
 from lightning_cp.pipelines.serving.local_group import LocalGroup, Request, run_request

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_cp.comm.agree import text_of
 from lightning_cp.pipelines.serving.free_groups import FreeGroups
-from lightning_cp.pipelines.serving.local_group import Call, LocalGroup, Request, method_of
+from lightning_cp.pipelines.serving.local_group import GroupCall, LocalGroup, Request, method_of
 from lightning_cp.pipelines.serving.plain_data import PlainData
 from lightning_cp.pipelines.serving.rank0_callbacks import CALLBACK, check_callback
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup
@@ -115,7 +115,7 @@ class Leader:
                 raise RuntimeError("the loop of follow has ended, so the other ranks take part in no further call")
             self.check_usable()
             last_cancel = self._last_cancel
-            call = Call(request, args, kwargs, PlainData.of(args, kwargs), end_reason, callback)
+            call = GroupCall(request, args, kwargs, PlainData.of(args, kwargs), end_reason, callback)
             runs = [self._groups[number].start(call) for number in reversed(numbers)]
             return _first_result(runs[::-1])  # begins with this rank's part of the call
 

@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Call:
+class GroupCall:
     """A request, and what the first rank of a data group needs to run it.
 
     Attributes:
@@ -68,7 +68,7 @@ class LocalGroup:
         """Check that no earlier call has failed inside an exchange. Raises: RuntimeError: one has."""
         self._votes.check_usable()
 
-    def start(self, call: Call) -> Callable[[], Any]:
+    def start(self, call: GroupCall) -> Callable[[], Any]:
         """Send the request. Returns: a function that runs the call. Raises: CallFailedError: a rank has exited."""
         try:
             self._requests.send(asdict(call.request), call.arguments)
@@ -82,7 +82,7 @@ class LocalGroup:
         if self.broken is None:
             self._requests.send(asdict(Request(None, error=error)), PlainData.of())
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: GroupCall) -> Any:
         def interrupt() -> None:
             reason = call.end_reason()
             if reason is not None:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_cp.comm.agree import text_of
 from lightning_cp.errors import CallCancelledError, CallFailedError
-from lightning_cp.pipelines.serving.local_group import Call, LocalGroup, Request
+from lightning_cp.pipelines.serving.local_group import GroupCall, LocalGroup, Request
 from lightning_cp.pipelines.serving.plain_data import PlainData
 from lightning_cp.pipelines.serving.requests import Incoming, Requests
 
@@ -55,7 +55,7 @@ class RemoteGroup:
                 f"an exchange between ranks ({self._broken}): end the job"
             )
 
-    def start(self, call: Call) -> Callable[[], Any]:
+    def start(self, call: GroupCall) -> Callable[[], Any]:
         """Send the request. Returns: a function that waits for the result.
 
         Raises: CallFailedError: a rank has exited.
@@ -69,7 +69,7 @@ class RemoteGroup:
         if self._broken is None:
             self._requests.send(asdict(Request(None, error=error)), PlainData.of())
 
-    def _finish(self, call: Call) -> Any:
+    def _finish(self, call: GroupCall) -> Any:
         reason: str | None = None
         wait_for_end: Callable[[], None] | None = None
 
@@ -154,7 +154,7 @@ def _result(
         return "rank 0 has ended the call"
 
     args, kwargs = arguments.on(device)
-    result = group.start(Call(request, args, kwargs, arguments, end_reason))()
+    result = group.start(GroupCall(request, args, kwargs, arguments, end_reason))()
     states = {number: x.get_state() for number, x in arguments.generators.items()}
     return PlainData.of(None if request.name else result, states)
 

@@ -89,7 +89,7 @@ class Incoming:
     def read(self, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], PlainData]:
         """Wait for the message; again, return it again. The wait can be interrupted, and the stall watch ignores it.
 
-        Args: meanwhile: function that is called repeatedly until the message arrives.
+        Args: meanwhile: function to call again and again until the message arrives.
         Raises: JobSecretError: the sender is no rank of this job. CallFailedError: the sender has exited.
         """
         if self._data is None:

@@ -117,7 +117,7 @@ class TrainedWeights:
 
 
 class _State(Enum):
-    """Record of the forwards of a module whose gradients are averaged."""
+    """Forwards of a module since its last backward."""
 
     NEVER_RAN = 0  # as in a compiled module, which calls no hooks
     RAN = 1  # since the last backward

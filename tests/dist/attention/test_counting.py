@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -276,12 +275,17 @@ def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPoo
 def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
     """Return the largest number of chunks in buffers, with the copy of the local one, in forward and backward."""
     held: list[StorageWeakRef] = []
-    most = [0]
-    original = rotation._take
+    most, adding = [0], list[bool]()
+    original, add = rotation._take, rotation.RingGradReducer.add
+
+    def adds(reducer: rotation.RingGradReducer, *args: Any) -> None:
+        adding.append(True)
+        add(reducer, *args)
+        adding.clear()
 
     def watched(layout: Any, like: Tensor) -> Tensor:
         buffer = original(layout, like)
-        if sys._getframe(1).f_code.co_name == "rotate":  # not the gradients on their way home
+        if not adding:  # otherwise it takes the sum of gradients, not a chunk
             held.append(StorageWeakRef(buffer.untyped_storage()))
             most[-1] = max(most[-1], sum(not ref.expired() for ref in held))
         return buffer
@@ -292,7 +296,11 @@ def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
     given, (queries, keys) = whole(problem), cut(problem, rank)
     q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
     mask = local_mask(problem, given.mask, rank)
-    with mock.patch.object(rotation, "_take", watched), mock.patch.object(rotation.BUFFERS, "give", let_go):
+    with (
+        mock.patch.object(rotation, "_take", watched),
+        mock.patch.object(rotation.RingGradReducer, "add", adds),
+        mock.patch.object(rotation.BUFFERS, "give", let_go),
+    ):
         out = context_parallel_attention(q, k, v, mask, parallel_config=problem.config, enable_gqa=True)
         assert all(ref.expired() for ref in held), "chunks outlive the call"
         most.append(0)

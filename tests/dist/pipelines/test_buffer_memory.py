@@ -16,18 +16,18 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.pipefusion import buffer_memory
-from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 
 _ENOUGH, _LITTLE = 10**15, 1000
 
 
-def _patch_calls(pipe: Any) -> list[PatchCalls]:
+def _patch_calls(pipe: Any) -> list[PatchRunner]:
     state = parallel_pipeline(pipe)
     assert state is not None
-    return list(state.patch_calls.values())
+    return list(state.patch_runners.values())
 
 
 def _count_blocks(pipe: Any) -> Counter[str]:

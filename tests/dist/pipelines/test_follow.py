@@ -71,7 +71,7 @@ def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dic
             with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
                 error = _error(_first(leader(**_inputs(*which, i))), alone[i])
             groups = state.transformers["transformer"].session.groups
-            found.append((error, groups.context_shape, state.calls.ranks.cfg, state.calls.shared))
+            found.append((error, groups.context_shape, state.branch_runner.ranks.cfg, state.branch_runner.shared))
         return found
 
     found = follow(pipe, loop)
@@ -254,7 +254,7 @@ def _held(pipe: Any) -> dict[str, int]:
         "threads": process.num_threads() + threading.active_count(),
         "files": process.num_fds(),
         "tensors": sum(isinstance(x, Tensor) for x in gc.get_objects()),
-        "forms": len(parallel_pipeline(pipe).calls.forms),
+        "forms": len(parallel_pipeline(pipe).branch_runner.forms),
         "bytes": int(process.memory_info().rss),
     }
 

@@ -29,7 +29,7 @@ from lightning_cp.pipelines import (
     sampling_ranks,
     split,
 )
-from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late
+from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_start_late
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
@@ -53,7 +53,7 @@ class Counted(nn.Module):
 
 
 def _installed(model: nn.Module) -> Any:
-    """The attributes of a transformer that BranchCalls reads: it has no step caches, and keeps no keys."""
+    """The attributes of a transformer that BranchRunner reads: it has no step caches, and keeps no keys."""
     return SimpleNamespace(
         module=model,
         caches=StepCaches(model, session=None),  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def _installed(model: nn.Module) -> Any:
 
 def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
     """Two steps of as many branches as there are ranks. Their results are read in some way between the calls."""
-    calls = BranchCalls("a loop", _ranks(rank, world))
+    calls = BranchRunner("a loop", _ranks(rank, world))
     model, found = Counted(), list[float]()
     x = torch.arange(6.0).view(1, 6)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, wor
 
 def _lonely(rank: int, world: int) -> tuple[list[float], int]:
     """Results that are read between the calls of a step, while other steps are distributed: exact, and no error."""
-    calls = BranchCalls("a loop", _ranks(rank, world))
+    calls = BranchRunner("a loop", _ranks(rank, world))
     model, found = Counted(), list[float]()
     with torch.no_grad():
         for step in range(4):
@@ -150,7 +150,7 @@ def test_steps_without_guidance_among_others_are_exact(run_ranks: RankPool) -> N
 def _autocast(rank: int, world: int) -> list[tuple[torch.dtype, bool]]:
     """Calls of equal arguments without autocast, with it, and in another of its types: types, and whether exact."""
     torch.manual_seed(0)
-    calls, model, found = BranchCalls("a loop", _ranks(rank, world)), nn.Linear(4, 3), []
+    calls, model, found = BranchRunner("a loop", _ranks(rank, world)), nn.Linear(4, 3), []
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -235,7 +235,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         installed = parallel_pipeline(pipe)
         assert installed is not None
         with pytest.raises(GuidanceError) as told:
-            installed.calls.call(installed.transformers["transformer"], pipe.transformer, (torch.zeros(1),), {})
+            installed.branch_runner.call(installed.transformers["transformer"], pipe.transformer, (torch.zeros(1),), {})
         return str(told.value)
     if what == "tangents":
         parallelize_pipeline(pipe, config, cfg=2)
@@ -243,7 +243,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         assert installed is not None
 
         def call(x: Tensor) -> Any:
-            return installed.calls.call(installed.transformers["transformer"], pipe.transformer, (x,), {})
+            return installed.branch_runner.call(installed.transformers["transformer"], pipe.transformer, (x,), {})
 
         with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
             torch.func.jvp(call, (torch.zeros(1),), (torch.ones(1),))

@@ -107,7 +107,7 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
         unparallelize_pipeline(pipe)
         assert rank < world - 1 or torch.equal(_output(pipe, name), alone), "not as before"
         errors = [float((alone - x).abs().max() / alone.abs().max()) for x in (together, plain)]
-        found[guider] = errors[0], errors[1], installed.calls.shared
+        found[guider] = errors[0], errors[1], installed.branch_runner.shared
     return found
 
 

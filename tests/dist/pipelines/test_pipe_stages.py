@@ -25,7 +25,7 @@ def _first_blocks(pipe: Any) -> list[nn.Module]:
     """Return the first block of this rank's stage of each transformer."""
     state = parallel_pipeline(pipe)
     assert state is not None
-    stages = [calls.stage for calls in state.patch_calls.values() if calls.stage is not None]
+    stages = [calls.stage for calls in state.patch_runners.values() if calls.stage is not None]
     return [stage.blocks[stage.range.start] for stage in stages]
 
 
@@ -34,7 +34,7 @@ def _counted(pipe: Any) -> Iterator[dict[str, int]]:
     """Counts the votes, the times that all stages wait, and this rank's forwards of its own first block."""
     state, found = parallel_pipeline(pipe), {"votes": 0, "waits": 0, "forwards": 0}
     assert state is not None
-    calls = next(iter(state.patch_calls.values()))
+    calls = next(iter(state.patch_runners.values()))
     assert calls.results is not None
     vote, before = state.votes._vote, calls.results.waits
 

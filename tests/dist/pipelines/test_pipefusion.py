@@ -164,7 +164,7 @@ def test_the_step_of_any_scheduler_ends_a_step(name: str, scheduler: str) -> Non
         pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
     state, counts = parallel_pipeline(pipe), []
     assert state is not None
-    (calls,) = state.patch_calls.values()
+    (calls,) = state.patch_runners.values()
     intercept_method(
         calls.branches,
         "current",

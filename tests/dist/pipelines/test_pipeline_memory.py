@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.engine.peers.samples import constants_on, intervals
+from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import features as pipeline_features
 from lightning_cp.pipelines.placement import sharding
@@ -57,8 +57,7 @@ def _bytes_of(tensors: Any) -> int:
 def _live() -> list[Tensor]:
     """All plain tensors that this process holds, but for buffers and constants that wait for the next call."""
     BUFFERS.forget()
-    for cached in (constants_on, intervals):
-        cached.cache_clear()
+    reading_of.cache_clear()
     gc.collect()
     found = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     return [x for x in found if type(x) in (Tensor, nn.Parameter, DTensor)]

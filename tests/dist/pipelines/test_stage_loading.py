@@ -48,7 +48,7 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
     pipe.to("cpu")
     state = parallel_pipeline(pipe)
     assert state is not None
-    stage = state.patch_calls["transformer"].stage if state.patch_calls else None
+    stage = state.patch_runners["transformer"].stage if state.patch_runners else None
     paths = {path for path, module in pipe.transformer.named_modules() if stage is not None and module in stage.blocks}
     blocks = [] if stage is None else [stage.blocks[i] for i in stage.range]
     own = {path for path in paths if _module(pipe, path) in blocks}

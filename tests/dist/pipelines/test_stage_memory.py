@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.engine.peers.samples import intervals
+from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.pipelines import parallel_pipeline, result_layout
 from lightning_cp.pipelines.pipefusion import result_transfers
 from tests.dist.compare import of_first_rank
@@ -30,7 +30,7 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
     parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
     state = parallel_pipeline(pipe)
     assert state is not None
-    (calls,) = state.patch_calls.values()
+    (calls,) = state.patch_runners.values()
     assert calls.results is not None
     assert calls.stage is not None
     results, links = calls.results, calls.stage.links
@@ -79,7 +79,7 @@ def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[
         for sizes in _ROUNDS:
             for height, width in sizes:
                 latents_of(pipe, "flux", height=height, width=width, num_inference_steps=3)
-            intervals.cache_clear()  # it is bounded, but not by these sizes
+            reading_of.cache_clear()  # it is bounded, but not by these sizes
             gc.collect()
             counts = Counter(type(x).__name__ for x in gc.get_objects())
             found.append({name: counts[name] for name in ("Tensor", "Form", "Piece", "TreeSpec", "list", "dict")})

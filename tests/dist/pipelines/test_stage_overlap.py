@@ -39,7 +39,7 @@ def _pipe(name: str, scheduler: str) -> Any:
 def _results(pipe: Any) -> StageResults:
     state = parallel_pipeline(pipe)
     assert state is not None
-    (results,) = {calls.results for calls in state.patch_calls.values()}
+    (results,) = {calls.results for calls in state.patch_runners.values()}
     assert results is not None
     return results
 
@@ -249,7 +249,7 @@ def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int])
         parallelize_pipeline(one, ContextParallelConfig(), **{"pipe": world, **settings})
     state = parallel_pipeline(pipe)
     assert state is not None
-    stage = next(iter(state.patch_calls.values())).stage
+    stage = next(iter(state.patch_runners.values())).stage
     assert stage is not None
     expected, *_ = (latents_of(x, name, num_inference_steps=_STEPS) for x in (fresh, pipe, pipe, pipe, pipe))
     found = []

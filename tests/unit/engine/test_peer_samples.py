@@ -41,6 +41,7 @@ def _row(x: Tensor) -> None:
         (X, _with(X, lambda x: x[..., 5].add_(1))),
         (X, _with(X, lambda x: x.view(-1)[::100].add_(1))),
         (X, _with(X, lambda x: x[1].fill_(torch.nan))),
+        (torch.zeros(9), torch.full((9,), torch.nan)),
         (X[0, :30], _with(X[0, :30], lambda x: x[29, 63].add_(1))),  # one of 1920: all are read
         (torch.tensor([1.0, 999.0]), torch.tensor([3.0, 999.0])),
         (torch.tensor([0.5]), torch.tensor([0.502])),

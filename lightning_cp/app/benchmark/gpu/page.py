@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from lightning_cp.app.benchmark.gpu.results import ResultTable, StageResult
 from lightning_cp.app.benchmark.plots import draw_workload
-from lightning_cp.app.benchmark.report import Row, machine_name
+from lightning_cp.app.benchmark.report import ResultRow, machine_name
 from lightning_cp.files import writing_new
 
 _ABOUT = {
@@ -25,9 +25,9 @@ _ABOUT = {
     " and the workspace of one kernel call.",
     "host": "CPU time of the thread that calls attention, per call: tiny tensors, and collectives that send nothing. It"
     " limits the speed where a device computes faster than its host launches.",
-    "transformer": "A step of a transformer of the size of FLUX.1 on one rank, beside diffusers' context parallelism:"
-    " time until the device is done, and CPU time of the thread that launches. Where both are equal, the host limits"
-    " the speed. Collectives send nothing.",
+    "transformer": "A step of a transformer of the size of FLUX.1 on one rank, compared with diffusers' context"
+    " parallelism: time until the device is done, and CPU time of the thread that launches. Where both are equal, the"
+    " host limits the speed. Collectives send nothing.",
     "long_context": "The ring's work on one rank for long sequences, forward and backward, with its peak memory: what a"
     " step allocates in addition to q, k, v and the gradient of the output. Collectives send nothing.",
     "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",
@@ -92,7 +92,7 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
     if ratios is not None and ratios.rows:
         for workload in dict.fromkeys(row["workload"] for row in ratios.rows):
             path = folder / f"gpu_{workload.replace(' ', '_')}.png"
-            draw_workload([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
+            draw_workload([cast(ResultRow, row) for row in ratios.rows if row["workload"] == workload], path)
             plots.setdefault("one_rank", []).append(path)
     memory = results.get("memory")
     if memory is not None and memory.tables:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.timing import dtype_name, fake_world, seconds_of
 from lightning_cp.app.benchmark.measure import measure_subjects
-from lightning_cp.app.benchmark.report import Row, rows_of
+from lightning_cp.app.benchmark.report import ResultRow, rows_of
 from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
@@ -117,7 +117,7 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
     return elements * ((4 + 4 + 2) * itemsize + 4)
 
 
-def _ratio_checks(rows: list[Row], *, has_goal: bool) -> Iterator[Check]:
+def _ratio_checks(rows: list[ResultRow], *, has_goal: bool) -> Iterator[Check]:
     """Yield one check per mode: its time divided by the time of a single call with the same FLOPs."""
     times = {row["subject"]: row["median_s"] for row in rows}
     tokens, ranks, passes = rows[0]["tokens"], rows[0]["ranks"], "forward"

@@ -1,4 +1,4 @@
-"""Stage `transformer`: one rank's step of a transformer of FLUX.1's size, beside diffusers' context parallelism.
+"""Stage `transformer`: one rank's step of a transformer of FLUX.1's size, compared with diffusers' context parallelism.
 
 Collectives send nothing, so the time is that of the computation, or of the host where it launches more slowly.
 """

@@ -181,7 +181,7 @@ class HunyuanVideo15(HunyuanVideo):
         return F.pad(torch.zeros_like(noisy), (0, 0, 0, 0, 0, 0, 0, 1))
 
     def image_embeds(self, noisy: Tensor, stored: Stored) -> Tensor:
-        """Return embeddings of a picture, [b, length, dim]; zeros stand for none."""
+        """Return the embeddings of a picture, [b, length, dim]: zeros for none."""
         return torch.zeros(len(noisy), *self.facts["image_embeds"], device=noisy.device)
 
 

@@ -10,7 +10,7 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.app.benchmark.patches_counts import Counts, Size, count_patches, table
+from lightning_cp.app.benchmark.patches_counts import ByteCounts, Size, count_patches, table
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 
@@ -48,7 +48,7 @@ def _in_bfloat16(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**{name: x.to(torch.bfloat16) for name, x in arguments.items()}, "return_dict": False}
 
 
-def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counts:
+def _counted(model: nn.Module, arguments: dict[str, Any]) -> ByteCounts:
     return count_patches(
         model.to("meta"), _in_bfloat16({name: x.to("meta") for name, x in arguments.items()}), patches=3
     )

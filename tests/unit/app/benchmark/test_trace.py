@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_cp.app.benchmark.trace import Span, read_trace, spans_of
+from lightning_cp.app.benchmark.trace import TraceSpan, read_trace, spans_of
 
 
 def _memory(ts: float, size: int) -> dict[str, object]:
@@ -24,9 +24,9 @@ def test_a_transfer_lasts_from_its_exchange_to_its_wait() -> None:
     marks = [("exchange 7", 1.0, 1.5), ("exchange 12", 2.0, 2.5), ("wait 7", 4.0, 5.0), ("wait 12", 6.0, 6.5)]
     events = [_span("step", 0.0, 10.0), *(_span(f"lightning_cp::{name}", a, b) for name, a, b in marks)]
     trace = read_trace(events)
-    assert trace.transfers == (Span(1.5, 4.0), Span(2.5, 6.0))
+    assert trace.transfers == (TraceSpan(1.5, 4.0), TraceSpan(2.5, 6.0))
     assert trace.exposed == pytest.approx(0.15)
-    assert spans_of(events, "ste") == [Span(0.0, 10.0)]
+    assert spans_of(events, "ste") == [TraceSpan(0.0, 10.0)]
 
 
 def test_on_a_gpu_a_transfer_is_exposed_where_no_other_kernel_runs() -> None:

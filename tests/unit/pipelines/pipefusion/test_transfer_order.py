@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from lightning_cp.mesh.sample_groups import StageGroup
-from lightning_cp.pipelines.pipefusion import marked_packets, result_transfers, stage_links
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
-from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls, _Forward
+from lightning_cp.pipelines.pipefusion import links, marked_packets, result_transfers
+from lightning_cp.pipelines.pipefusion.links import StageLinks
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner, _Forward
 from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers
-from lightning_cp.pipelines.pipefusion.stage_links import StageLinks
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.result_layout import form_and_tensors
 
 _LINKS, _RESULTS, _OUTPUT = "links", "results", torch.zeros(6)
@@ -75,14 +75,14 @@ def _recording(received: Any) -> Iterator[list[tuple[str, Any]]]:
     _recorded.clear()
     zeros = torch.zeros
     with ExitStack() as stack:
-        for module in (stage_links, result_transfers):
+        for module in (links, result_transfers):
             stack.enter_context(mock.patch.object(module, "exchange", _post))
             stack.enter_context(mock.patch.object(module, "send_object", lambda value, to, _: _object(True, to, value)))
             read = lambda source, _: _object(False, source, received)  # noqa: E731
             stack.enter_context(mock.patch.object(module, "receive_object", read))
         empty = mock.patch.object(marked_packets.torch, "empty", lambda *size, **given: zeros(*size, **given))
         stack.enter_context(empty)
-        stack.enter_context(mock.patch.object(stage_links.dist, "get_global_rank", lambda _, rank: rank))
+        stack.enter_context(mock.patch.object(links.dist, "get_global_rank", lambda _, rank: rank))
         yield _recorded
 
 
@@ -102,7 +102,7 @@ def _program(rank: int, stages: int, patches: int, known: list[list[bool]], fail
     stage = BlockStage(installed, StageLinks(stage_group, mock.Mock()), blocks, range(rank, rank + 1))
     results = StageResults(ResultTransfers(stage_group, [group], mock.Mock()), mock.Mock())
     results.overlaps = True
-    calls = PatchCalls.__new__(PatchCalls)
+    calls = PatchRunner.__new__(PatchRunner)
     calls.installed, calls.patches, calls.stage, calls.results = installed, patches, stage, results
     key = (id(stage), ("call", patches))
     form, _ = form_and_tensors(_OUTPUT)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import CallCancelledError, CallFailedError
-from lightning_cp.pipelines.serving.local_group import Call, Request
+from lightning_cp.pipelines.serving.local_group import GroupCall, Request
 from lightning_cp.pipelines.serving.plain_data import PlainData
 from lightning_cp.pipelines.serving.remote_group import RemoteGroup, Reply
 
@@ -39,7 +39,7 @@ class _Channels:
 def _run(channels: Any, *, reasons: list[str | None] | None = None, **kwargs: Any) -> tuple[Any, RemoteGroup]:
     group = RemoteGroup((2, 3), channels, channels, ACCELERATOR)
     left = list(reasons or [])
-    call = Call(Request(""), (), kwargs, PlainData.of(kwargs), lambda: left.pop(0) if left else None)
+    call = GroupCall(Request(""), (), kwargs, PlainData.of(kwargs), lambda: left.pop(0) if left else None)
     return group.start(call), group
 
 
@@ -91,7 +91,7 @@ def test_ctrl_c_on_rank_zero_breaks_a_group_that_has_not_replied() -> None:
     channels: Any = _Channels(Reply(), PlainData.of(7, {}))
     group = RemoteGroup((1,), channels, channels, ACCELERATOR)
     with pytest.raises(KeyboardInterrupt):
-        group.start(Call(Request(""), (), {}, PlainData.of(), interrupt))()
+        group.start(GroupCall(Request(""), (), {}, PlainData.of(), interrupt))()
     with pytest.raises(RuntimeError, match=r"ranks \[1\] can make no further call, .* \(KeyboardInterrupt: \)"):
         group.check_usable()
     group.end("an error")

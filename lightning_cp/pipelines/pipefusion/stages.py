@@ -24,7 +24,7 @@ from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.nest import of_type
-from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError, StageLinks, zeros
+from lightning_cp.pipelines.pipefusion.links import StageFailedError, StageLinks, zeros
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors
 from lightning_cp.undoable import Undo, intercept_calls
 

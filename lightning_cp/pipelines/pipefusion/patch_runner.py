@@ -20,15 +20,15 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
-from lightning_cp.pipelines.lazy_tensor import held_tensors
-from lightning_cp.pipelines.pipefusion.block_stages import BlockStage, release_others
+from lightning_cp.pipelines.lazy_tensor import with_buffers
 from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
+from lightning_cp.pipelines.pipefusion.links import StageFailedError
+from lightning_cp.pipelines.pipefusion.once_per_step import run_once
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
-from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
-from lightning_cp.pipelines.pipefusion.stage_links import StageFailedError
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import BlockStage, release_others
 from lightning_cp.pipelines.result_layout import key_of
 from lightning_cp.undoable import Undo, intercept_calls
 
@@ -45,12 +45,12 @@ class _Forward(NamedTuple):
 
 
 def _knows_all(number: int) -> list[Tensor]:
-    """Return what `PatchCalls._compute_start` does if no argument is NaN: another branch computes this call."""
+    """Return what `PatchRunner._compute_start` does if no argument is NaN: another branch computes this call."""
     return []
 
 
 @dataclass(eq=False)
-class PatchCalls:
+class PatchRunner:
     """Computes the calls of one transformer in patches.
 
     Attributes:
@@ -126,7 +126,7 @@ class PatchCalls:
         Ranks: all stages of all CFG branches, with equal arguments; all of each context group.
         """
         call = (args, kwargs)
-        args, kwargs = held_tensors(call)
+        args, kwargs = with_buffers(call)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if needs_gradients(self.installed.module, (args, kwargs)):
             raise PlanError(

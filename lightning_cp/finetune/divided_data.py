@@ -1,0 +1,150 @@
+"""Load global batches that are divided over the data groups by the work of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
+from lightning_cp.data.batch_division import BatchDivision
+from lightning_cp.data.bucket_loader import DataRanks, data_shard_of
+from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
+from lightning_cp.data.step_degrees import Shard, StepDegrees
+from lightning_cp.finetune.families import Sample, StoredBatch
+from lightning_cp.finetune.objectives.divided_batch import BatchPart, DividedBatch
+
+
+class SizedSamples(Protocol):
+    """Data set with samples of several sizes, such as `LatentData`."""
+
+    @property
+    def buckets(self) -> Sequence[Any]:
+        """Key of each sample; samples with equal keys have equal shapes."""
+        ...
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Number of tokens of each sample."""
+        ...
+
+    def collate(self, samples: list[Any], /) -> StoredBatch:
+        """Join samples of one size to a batch."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Sample: ...
+
+
+class DividedData(Dataset[Any]):
+    """The samples that a `DividedBatchSampler` draws from a data set.
+
+    Args: data: a data set that takes pairs (item, epoch).
+    """
+
+    def __init__(self, data: SizedSamples) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @override
+    def __getitem__(self, drawn: DrawnSample) -> tuple[DrawnSample, Sample]:
+        return drawn, self.data[drawn.item, drawn.epoch]
+
+    def collate(self, samples: Sequence[tuple[DrawnSample, Sample]]) -> DividedBatch:
+        """Join the samples of each part: the `collate_fn` of a DataLoader."""
+        parts: dict[int, list[tuple[DrawnSample, Sample]]] = {}
+        for drawn, sample in samples:
+            parts.setdefault(drawn.part, []).append((drawn, sample))
+        return DividedBatch([self._part(part) for part in parts.values()], samples[0][0].degree)
+
+    def _part(self, samples: Sequence[tuple[DrawnSample, Sample]]) -> BatchPart:
+        drawn = [one for one, _ in samples]
+        stored = self.data.collate([sample for _, sample in samples])
+        return BatchPart(stored, tuple(x.position for x in drawn), tuple(x.weight for x in drawn), drawn[0].share)
+
+
+def divided_loader(
+    data: SizedSamples,
+    *,
+    batch_size: int,
+    ranks: DataRanks | None = None,
+    seed: int = 0,
+    mixed: bool = True,
+    attention_tokens: float = 18_432,
+    micro_batch_size: int | None = None,
+    reduction: str = "samples",
+    start_step: int = 0,
+    num_workers: int = 0,
+    **settings: Any,
+) -> DataLoader[Any]:
+    """Create an endless loader of batches that are divided over the data groups by the work of their samples.
+
+    `FineTuning` trains on it: give it to `Trainer.fit`. The global batches, their noise and their losses depend on
+    `seed` and the step only, not on the number of ranks. To resume, pass the number of completed steps as `start_step`.
+
+    Args:
+        data: data set such as `LatentData`.
+        batch_size: global batch size, over all data ranks.
+        ranks: the strategy; its `degrees` choose the context degree of each step. None: one process loads all the data.
+        seed: seed of the order and of the workers.
+        mixed: True: a batch holds samples of all sizes. False: of one size.
+        attention_tokens, reduction: see `BatchDivision`.
+        micro_batch_size: largest number of samples of one size that pass the model together; None: all.
+        start_step: batches to skip, counted over all epochs.
+        num_workers, settings: further arguments of DataLoader.
+    Raises:
+        TypeError: `ranks` has no data ranks.
+        ValueError: see `BatchDivision` and `DividedBatchSampler`.
+    """
+    division = BatchDivision(
+        data.buckets,
+        data.tokens,
+        attention_tokens,
+        part_size=micro_batch_size,
+        equal_parts=bool(getattr(ranks, "shards_weights", False)),
+        reduction=reduction,
+    )
+    sampler = DividedBatchSampler(division, batch_size, step_degrees(ranks), mixed=mixed, seed=seed)
+    if start_step:
+        sampler.seek(start_step)
+    divided = DividedData(data)
+    defaults = {
+        "worker_init_fn": worker_init_fn(seed, sampler.data_rank),
+        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it instead of the global generator
+    }
+    return EndlessLoader(
+        divided,
+        batch_sampler=EndlessBatches(sampler),
+        collate_fn=divided.collate,
+        num_workers=num_workers,
+        **{**defaults, **settings},
+    )
+
+
+@contextmanager
+def degree_of(batch: object, strategy: Any) -> Iterator[None]:
+    """Compute the forwards and backwards of a batch at its context degree, see the strategy's `use_degree`."""
+    set_degree(batch, strategy)
+    try:
+        yield
+    finally:
+        set_degree(None, strategy)
+
+
+def set_degree(batch: object, strategy: Any) -> None:
+    """Select the context degree of a batch; of another object, or None, that of the strategy."""
+    if hasattr(strategy, "use_degree"):
+        strategy.use_degree(batch.degree if isinstance(batch, DividedBatch) else None)
+
+
+def step_degrees(ranks: Any) -> StepDegrees:
+    """Return the degrees of a strategy, or one degree for an object without them. Raises: TypeError: no data ranks."""
+    degrees: StepDegrees | None = getattr(ranks, "step_degrees", None)
+    return StepDegrees.fixed(Shard(*data_shard_of(ranks))) if degrees is None else degrees

@@ -1,0 +1,58 @@
+"""Hold a data rank's samples of a global batch with samples of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_cp.finetune.families import StoredBatch
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Samples of one size.
+
+    Args:
+        stored: the samples.
+        indices: their positions in the global batch.
+        weights: factor of each sample's loss.
+        share: see `lightning_cp.data.DrawnSample`.
+    """
+
+    stored: StoredBatch
+    indices: tuple[int, ...]
+    weights: tuple[float, ...]
+    share: float
+
+
+class DividedBatch:
+    """Parts of a batch that pass the model one after the other; see `DividedBatchSampler`.
+
+    It is not a list, because Lightning's precision plugins cast the tensors in lists and dataclasses. Lightning still
+    moves it to the device, because it has a method `to`.
+
+    Args:
+        parts: the parts.
+        degree: context degree of the step, see `lightning_cp.data.step_degrees`.
+    """
+
+    def __init__(self, parts: Sequence[BatchPart], degree: int) -> None:
+        self.parts, self.degree = list(parts), degree
+
+    def __len__(self) -> int:
+        """Return the number of samples, without repeated ones."""
+        return sum(len(part.indices) for part in self.parts if part.share)
+
+    def to(self, device: torch.device | str, **_: Any) -> DividedBatch:
+        """Return a copy on a device, see `StoredBatch.to`."""
+        return self._map(lambda stored: stored.to(device))
+
+    def pin_memory(self) -> DividedBatch:
+        """Return a copy in pinned memory. PyTorch's DataLoader calls it."""
+        return self._map(StoredBatch.pin_memory)
+
+    def _map(self, function: Callable[[StoredBatch], StoredBatch]) -> DividedBatch:
+        return DividedBatch([replace(part, stored=function(part.stored)) for part in self.parts], self.degree)

@@ -1,0 +1,47 @@
+"""Context degrees that the steps of one job choose between. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
+    """Return (ring, ulysses) of a smaller context group, whose ranks are neighbours in a group of ring x ulysses.
+
+    Raises: ValueError: `degree` does not divide the group in this way.
+    """
+    shape = (1, degree) if degree <= ulysses else (degree // ulysses, ulysses)
+    if degree < 1 or shape[0] * shape[1] != degree or ring % shape[0] or ulysses % shape[1]:
+        valid = [n for n in range(1, ring * ulysses + 1) if _divides(n, ring, ulysses)]
+        raise ValueError(
+            f"degrees: {degree} is no context degree within ring={ring} x ulysses={ulysses}: it must be one of {valid}"
+        )
+    return shape
+
+
+def _divides(degree: int, ring: int, ulysses: int) -> bool:
+    shape = (1, degree) if degree <= ulysses else (degree // ulysses, ulysses)
+    return shape[0] * shape[1] == degree and not ring % shape[0] and not ulysses % shape[1]
+
+
+def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None, shares: object = None) -> None:
+    """Check the setting `degrees`: largest number of tokens -> context degree.
+
+    Raises: TypeError, ValueError: the message names the setting, its value and what is valid.
+    """
+    if degrees is None:
+        return
+    if not isinstance(degrees, Mapping):
+        raise TypeError(f"degrees={degrees!r} must be a dict from numbers of tokens to degrees, such as {{4096: 1}}")
+    for tokens, degree in degrees.items():
+        for value in (tokens, degree):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"degrees={dict(degrees)!r}: {value!r} must be a whole number of at least 1")
+        context_shape(degree, ring=ring, ulysses=ulysses)
+    by_tokens = [degrees[tokens] for tokens in sorted(degrees)]
+    if by_tokens != sorted(by_tokens):
+        raise ValueError(f"degrees={dict(degrees)!r}: longer samples must have the same or a larger degree")
+    for name, value in (("mesh", mesh), ("shares", shares)):
+        if value is not None:
+            raise ValueError(f"degrees={dict(degrees)!r} does not work with {name}: leave one of them out")

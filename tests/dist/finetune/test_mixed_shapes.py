@@ -1,0 +1,193 @@
+"""Batches of five sizes, and a context degree per batch: losses and weights of one process at every topology."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_cp.families import Family, StoredBatch, collate, family_for
+from lightning_cp.finetune import FineTuning, divided_loader
+from lightning_cp.finetune.objectives.divided_batch import DividedBatch
+from lightning_cp.objectives import objective_for
+from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
+from tests.dist.lightning_ranks import flat, trainer_of
+from tests.families.cases import made
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
+full = pytest.mark.full
+SIZES = [(1, 4, 4), (1, 4, 6), (1, 6, 6), (3, 4, 6), (3, 8, 8)]  # latent frames, height, width: 4 to 48 tokens
+STEPS, BATCH = 4, 5
+
+
+class Clips(Dataset[Any]):
+    """Thirteen random clips of five sizes with captions of different lengths, in float64."""
+
+    def __init__(self, family: Family) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.family, self.samples, self.drawn = family, [], Counter[tuple[int, int]]()
+        for number in range(13):
+            latents = torch.randn(4, *SIZES[number * 3 % 5], generator=generator, dtype=torch.float64)
+            text = torch.randn(2 + number, 16, generator=generator, dtype=torch.float64)
+            self.samples.append({"latents": latents, "prompt_embeds": text})
+        self.buckets = [tuple(sample["latents"].shape) for sample in self.samples]
+        self.tokens = [family.grid.tokens(shape) for shape in self.buckets]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @override
+    def __getitem__(self, drawn: tuple[int, int]) -> dict[str, Tensor]:
+        self.drawn[drawn] += 1
+        return self.samples[drawn[0]]
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> StoredBatch:
+        return collate(samples, self.family.text)
+
+
+class Recorded(Callback):
+    """Loss and context degree of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.degrees: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, _: Any, __: Any, batch: DividedBatch, *___: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+        self.degrees.append(batch.degree)
+
+
+def _fit(rank: int, world: int, kind: Any, settings: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    pipe = made("wan")
+    family = family_for(pipe)
+    transformer = copy.deepcopy(pipe.transformer).double().train().requires_grad_(True)
+    if run.get("checkpointed"):
+        transformer.enable_gradient_checkpointing()
+    module = FineTuning(
+        transformer,
+        family,
+        objective=objective_for(family, seed=3, loss_dtype=torch.float64),
+        optimizer=lambda trained: torch.optim.SGD(trained, lr=0.02),
+    )
+    strategy = kind(**settings) if kind else "auto"
+    data, recorded = Clips(family), Recorded()
+    resume = run.get("resume")
+    trainer = trainer_of(rank, world, strategy, max_steps=run.get("steps", STEPS), callbacks=[recorded])
+    loader = _Later(data, strategy if kind else None, {"start_step": 2 if resume else 0, **run.get("loader", {})})
+    module.train_dataloader = loader.build  # type: ignore[method-assign]
+    trainer.fit(module, ckpt_path=resume)
+    if "saves" in run:
+        trainer.save_checkpoint(run["saves"])
+    return {
+        "losses": recorded.losses,
+        "degrees": recorded.degrees,
+        "weights": flat(transformer),
+        "drawn": data.drawn,
+        "batches": module.batches,
+    }
+
+
+class _Later:
+    """The loader, built when the strategy has its ranks."""
+
+    def __init__(self, data: Clips, ranks: Any, settings: dict[str, Any]) -> None:
+        self.data, self.ranks, self.settings = data, ranks, settings
+
+    def build(self) -> Any:
+        settings = {"batch_size": BATCH, "seed": 1, "attention_tokens": 50.0, **self.settings}
+        return divided_loader(self.data, ranks=self.ranks, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks: RankPool) -> dict[str, Any]:
+    (one,) = run_ranks(1, _fit, None, {}, {}, init=False)
+    assert len(set(one["losses"])) == STEPS
+    return one
+
+
+def _equals(runs: list[dict[str, Any]], alone: dict[str, Any], *, start: int = 0) -> None:
+    for run in runs:
+        assert run["losses"] == pytest.approx(alone["losses"][start:], rel=1e-8)  # Wan computes some layers in float32
+        assert (run["weights"] - alone["weights"]).norm() < 1e-6 * alone["weights"].norm()  # float32 in `flat`
+
+
+DEGREES = {"ring": 2, "ulysses": 2, "degrees": {12: 1, 36: 2}}
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "settings", "run"),
+    [
+        pytest.param(3, CP, {}, {}, id="data 3", marks=full),
+        pytest.param(3, FSDP, {}, {}, id="sharded, data 3"),
+        pytest.param(4, CP, {"ring": 2}, {}, id="data 2 x ring 2"),
+        pytest.param(2, CP, {"ulysses": 2}, {}, id="ulysses 2", marks=full),
+        pytest.param(2, CP, {}, {"loader": {"micro_batch_size": 1}}, id="data 2, micro-batches", marks=full),
+        pytest.param(2, CP, {}, {"loader": {"num_workers": 2}}, id="data 2, workers", marks=full),
+        pytest.param(4, FSDP, {"ring": 2}, {"checkpointed": True}, id="sharded, data 2 x ring 2", marks=full),
+        pytest.param(4, FSDP, {"ulysses": 2}, {"loader": {"micro_batch_size": 1}}, id="sharded, ulysses 2", marks=full),
+        pytest.param(4, CP, DEGREES, {}, id="degrees 1, 2, 4"),
+        pytest.param(4, FSDP, DEGREES, {"checkpointed": True}, id="sharded, degrees 1, 2, 4", marks=full),
+        pytest.param(4, CP, {"ring": 4, "degrees": {36: 2}}, {"checkpointed": True}, id="degrees 2, 4", marks=full),
+        pytest.param(3, CP, {"ring": 3, "degrees": {36: 1}}, {}, id="degrees 1, 3", marks=full),
+        pytest.param(3, FSDP, {"ulysses": 3, "degrees": {36: 1}}, {}, id="sharded, degrees 1, 3", marks=full),
+        pytest.param(4, CP, {**DEGREES, "check_peers": "always"}, {}, id="degrees, all peers checked", marks=full),
+    ],
+)
+def test_losses_and_weights_equal_one_process(
+    world: int, kind: Any, settings: dict[str, Any], run: dict[str, Any], alone: dict[str, Any], run_ranks: RankPool
+) -> None:
+    runs = run_ranks(world, _fit, kind, settings, run, init=False)
+    _equals(runs, alone)
+    if "degrees" in settings:
+        assert len(set(runs[0]["degrees"])) > 1
+        assert all(one["degrees"] == runs[0]["degrees"] for one in runs)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(CP, marks=full), pytest.param(FSDP, marks=full)])
+def test_degrees_of_batches_of_one_size_equal_one_process(kind: Any, run_ranks: RankPool) -> None:
+    run = {"loader": {"mixed": False, "batch_size": 4}}
+    (one,) = run_ranks(1, _fit, None, {}, run, init=False)
+    runs = run_ranks(4, _fit, kind, DEGREES, run, init=False)
+    _equals(runs, one)
+    assert len(set(runs[0]["degrees"])) > 1
+
+
+@pytest.mark.full
+def test_the_mean_over_tokens_equals_one_process(alone: dict[str, Any], run_ranks: RankPool) -> None:
+    run = {"loader": {"reduction": "tokens"}}
+    (one,) = run_ranks(1, _fit, None, {}, run, init=False)
+    assert abs(one["losses"][0] / alone["losses"][0] - 1) > 1e-3
+    _equals(run_ranks(4, _fit, CP, {"ring": 2}, run, init=False), one)
+
+
+def test_no_sample_is_lost(run_ranks: RankPool) -> None:
+    """13 samples in batches of 5: after 13 steps each has been seen five times, in one group."""
+    runs = run_ranks(4, _fit, CP, {"ring": 2}, {"steps": 13}, init=False)
+    of_groups = [runs[0]["drawn"], runs[2]["drawn"]]
+    assert runs[1]["drawn"] == of_groups[0]
+    seen = Counter({drawn: n for drawn, n in sum(of_groups, Counter()).items() if drawn[1] < 5})  # not prefetched ones
+    assert seen == Counter((item, epoch) for item in range(13) for epoch in range(5))
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"), [(4, {"ring": 2}), pytest.param(4, DEGREES, marks=full), pytest.param(1, {}, marks=full)]
+)
+def test_a_run_resumes_at_another_topology(
+    world: int, settings: dict[str, Any], alone: dict[str, Any], run_ranks: RankPool, tmp_path: Path
+) -> None:
+    saved = tmp_path / "half.ckpt"
+    run_ranks(3, _fit, CP, {}, {"steps": 2, "saves": saved}, init=False)
+    runs = run_ranks(world, _fit, CP, settings, {"resume": saved}, init=False)
+    _equals(runs, alone, start=2)
+    assert all(run["batches"] == STEPS for run in runs)

@@ -1,0 +1,117 @@
+"""Pictures of five sizes in one batch, and a context degree per batch, in the recipe."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_cp.precompute import PrecomputeSettings, precompute
+from tests.e2e.finetune.test_finetune import SMALL_LORA, tune, val_losses
+from tests.e2e.finetuning import frames_of, write_pipeline
+from tests.e2e.recipe import Finished, error_of, run
+
+SIZES = [[16, 16], [16, 24], [24, 24], [24, 40], [48, 32]]  # 64 pixels a token: 4 to 24 tokens
+MIXED = (*SMALL_LORA, "data.mixed=true", "batch_size=5", "max_steps=4", "checkpoint_every=2", "seed=3")
+DEGREES = "degrees.by_tokens={6: 1, 15: 2}"
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a Flux pipeline, twelve pictures of five sizes and their cache."""
+    folder = tmp_path_factory.mktemp("mixture")
+    pipe, media = write_pipeline(folder / "pipe", "flux"), folder / "media"
+    media.mkdir()
+    for i in range(12):
+        height, width = SIZES[i % 5]
+        Image.fromarray(frames_of(i, (1, height, width))[0]).save(media / f"{i}.png")
+        (media / f"{i}.txt").write_text("wave " * (1 + i % 3))
+    settings = PrecomputeSettings(sizes=SIZES, dtype=torch.float32, sheet=0)
+    precompute(pipe, media, folder / "latents", settings=settings, device=torch.device("cpu"), progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(flux: Path) -> Callable[..., Finished]:
+    return functools.partial(tune, flux, experiment="finetune_flux")
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Callable[..., Finished]) -> Finished:
+    """The run of one process."""
+    return trained("alone", *MIXED)
+
+
+def assert_equal_runs(finished: Finished, expected: Finished, *, steps: slice = slice(None)) -> None:
+    """Compare losses and noise levels of the steps."""
+    rows, others = finished.rows, expected.rows[steps]
+    assert [row.step for row in rows] == [row.step for row in others]
+    assert [row.loss for row in rows] == pytest.approx([row.loss for row in others], rel=1e-5)
+    assert [row.sigma for row in rows] == pytest.approx([row.sigma for row in others], rel=1e-6)
+
+
+def test_a_mixture_resumes_at_other_degrees_with_the_losses_of_one_process(
+    trained: Callable[..., Finished], alone: Finished
+) -> None:
+    first = trained("first", *MIXED, "max_steps=2", "strategy=cp", "ring=2", "data_parallel=2")
+    assert re.search(r"\d+ samples of 5 sizes in batches of 5 for 2 data groups: the longest group has", first.stderr)
+    assert_equal_runs(first, alone, steps=slice(2))
+    last = first.folder / "checkpoints/step_00000002"
+    degrees = ("strategy=cp", "ring=2", "ulysses=2", DEGREES)
+    resumed = trained("resumed", *MIXED, *degrees, f"resume={last}")
+    assert "context degree 4:" in resumed.stderr
+    assert_equal_runs(resumed, alone, steps=slice(2, None))
+    assert val_losses(resumed)[-1] == pytest.approx(val_losses(alone)[-1], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer=lightning",),
+        ("strategy=cp", "data_parallel=3", "micro_batch_size=1"),
+        ("strategy=cp_fsdp", "data_parallel=3"),
+        ("strategy=cp_fsdp", "ring=2", "ulysses=2", DEGREES, "trainer=lightning"),
+        ("strategy=cp", "ulysses=2", "degrees.by_tokens={10: 1}", "activation_checkpointing=full"),
+        ("strategy=cp", "ring=2", "data_parallel=2", "num_workers=1", "trainer=lightning"),
+    ],
+    ids=" ".join,
+)
+def test_options_give_the_same_run(trained: Callable[..., Finished], alone: Finished, options: tuple[str, ...]) -> None:
+    finished = trained("with_" + re.sub(r"\W+", "_", "_".join(options)), *MIXED, *options)
+    assert_equal_runs(finished, alone)
+    assert val_losses(finished) == pytest.approx(val_losses(alone), rel=1e-4)
+
+
+@pytest.mark.full
+def test_degrees_of_batches_of_one_size_give_the_run_of_one_process(trained: Callable[..., Finished]) -> None:
+    one_size = (*SMALL_LORA, "batch_size=4", "max_steps=4", "data.validation=0", "validation.every=null")
+    alone = trained("one_size", *one_size)
+    degrees = trained("one_size_degrees", *one_size, "strategy=cp", "ring=4", DEGREES)
+    assert len({row.loss for row in alone.rows}) == 4
+    assert_equal_runs(degrees, alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("data.mixed=true", "data.leftovers=drop"), "data.leftovers=drop does not work with data.mixed=true"),
+        (("data.mixed=true", "batch_size=1", "strategy=cp", "data_parallel=2"), "must be at least 2"),
+        (("objective.reduction=mean",), "objective.reduction=mean"),
+        (("strategy=cp", "ring=2", "degrees.by_tokens={6: 3}"), "degrees.by_tokens: 3 is no context degree within"),
+        (("strategy=cp", "ring=2", "degrees.by_tokens={6: 1}", "shares=[2,1]"), "does not work with shares"),
+        (("degrees.by_tokens={6: 1}",), "degrees.by_tokens needs context parallelism"),
+        (("strategy=cp", "ring=2", "degrees.by_tokens=[1,2]"), "must be a dict from numbers of tokens"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    flux: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    given = ("experiment=finetune_flux", f"model.pretrained={flux / 'pipe'}", f"data.path={flux / 'latents'}")
+    assert message in error_of(run(*given, "batch_size=4", *options, folder=tmp_path / "run"))
