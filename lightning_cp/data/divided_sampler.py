@@ -29,7 +29,7 @@ class DrawnSample(NamedTuple):
         part: number of the part of this data rank's samples that it belongs to.
         position: its index in the global batch, which selects noise and times.
         weight: factor of its loss.
-        share: data groups divided by samples of the global batch: the mean over all ranks of share × the sum of their
+        scale: data groups divided by samples of the global batch: the mean over all ranks of scale × the sum of their
             losses is the mean over the global batch. 0 for a sample that is repeated without counting it.
         degree: context degree of the step.
     """
@@ -39,7 +39,7 @@ class DrawnSample(NamedTuple):
     part: int
     position: int
     weight: float
-    share: float
+    scale: float
     degree: int
 
 
@@ -96,9 +96,9 @@ class DividedBatchSampler(OrderSampler):
         samples = indices.tolist()
         degree = self._degree_of(samples)
         shard = self.degrees.shards[degree]
-        weights, share = self.division.loss_weights(samples), shard.size / len(samples)
+        weights, scale = self.division.loss_weights(samples), shard.size / len(samples)
         return [
-            DrawnSample(samples[x], int(epochs[x]), number, x, weights[x], share if part.is_counted else 0.0, degree)
+            DrawnSample(samples[x], int(epochs[x]), number, x, weights[x], scale if part.is_counted else 0.0, degree)
             for number, part in enumerate(self.division.parts(samples, shard.size)[shard.rank])
             for x in part.positions
         ]

@@ -67,7 +67,7 @@ class DividedData(Dataset[Any]):
     def _part(self, samples: Sequence[tuple[DrawnSample, Sample]]) -> BatchPart:
         drawn = [one for one, _ in samples]
         stored = self.data.collate([sample for _, sample in samples])
-        return BatchPart(stored, tuple(x.position for x in drawn), tuple(x.weight for x in drawn), drawn[0].share)
+        return BatchPart(stored, tuple(x.position for x in drawn), tuple(x.weight for x in drawn), drawn[0].scale)
 
 
 def divided_loader(

@@ -46,3 +46,11 @@ def family_of_pipeline(kind: object) -> str | None:
     """
     by_pipeline = {pipeline: name for name, (_, _, pipeline) in FAMILIES.items()}
     return by_pipeline.get(str(kind)) or by_pipeline.get(str(kind).replace("Modular", ""))
+
+
+PLAIN_PIPELINES = {  # modular pipelines with another name than the pipeline that is not modular
+    "Flux2KleinBaseModularPipeline": "Flux2KleinPipeline",
+    "Wan22ModularPipeline": "WanPipeline",
+    "WanImage2VideoModularPipeline": "WanImageToVideoPipeline",
+    "Wan22Image2VideoModularPipeline": "WanImageToVideoPipeline",
+}

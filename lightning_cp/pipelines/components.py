@@ -31,7 +31,7 @@ def load_pipeline(
     """Load a pipeline from a folder or from the Hub.
 
     A modular pipeline is loaded as a pipeline of the same name that is not modular, if diffusers has one
-    (`FluxModularPipeline`: `FluxPipeline`), otherwise with the call of such pipelines, see `called_like_others`.
+    (its name without `Modular`), otherwise with the call of such pipelines, see `called_like_others`.
 
     Args:
         setting: name of the setting that holds `source`, for the error message.

@@ -19,13 +19,13 @@ class BatchPart:
         stored: the samples.
         indices: their positions in the global batch.
         weights: factor of each sample's loss.
-        share: see `lightning_cp.data.DrawnSample`.
+        scale: factor of the sum of their losses, see `DrawnSample`.
     """
 
     stored: StoredBatch
     indices: tuple[int, ...]
     weights: tuple[float, ...]
-    share: float
+    scale: float
 
 
 class DividedBatch:
@@ -44,7 +44,7 @@ class DividedBatch:
 
     def __len__(self) -> int:
         """Return the number of samples, without repeated ones."""
-        return sum(len(part.indices) for part in self.parts if part.share)
+        return sum(len(part.indices) for part in self.parts if part.scale)
 
     def to(self, device: torch.device | str, **_: Any) -> DividedBatch:
         """Return a copy on a device, see `StoredBatch.to`."""

@@ -33,8 +33,21 @@ class MicroBatch:
     step: int
     is_last: bool
 
+    @property
+    def stored(self) -> StoredBatch:
+        """The samples' tensors."""
+        return self.part.stored
+
+    @property
+    def share(self) -> float:
+        """Part of the rank's loss: the number of its samples divided by that of the rank's batch.
+
+        In a divided batch: by the mean number of samples of a data group.
+        """
+        return self.part.scale * len(self.part.indices)
+
     def loss(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the sums of the weighted losses and of sigma, float32 scalars; both are multiplied by `part.share`."""
+        """Return the sums of the weighted losses and of sigma, float32 scalars; both are multiplied by `part.scale`."""
         stored, indices = self.part.stored, self.part.indices
         clean = main_latents(self.family.clean(stored))
         times = self.objective.times(self.family, clean, step=self.step, first_index=indices)
@@ -44,7 +57,7 @@ class MicroBatch:
         if any(weight != 1 for weight in self.part.weights):
             losses = losses * numbers_on(losses.device, self.part.weights, losses.dtype)
         sigma = self.objective.sigma(self.family, times)
-        return losses.sum() * self.part.share, sigma.float().sum() * self.part.share
+        return losses.sum() * self.part.scale, sigma.float().sum() * self.part.scale
 
 
 def micro_batches(
@@ -75,4 +88,4 @@ def _parts(stored: StoredBatch, size: int, first_index: FirstIndex) -> Iterator[
     for start in range(0, samples, size):
         chosen = indices[start : start + size]
         part = stored.samples(start, start + len(chosen))
-        yield BatchPart(part, chosen, (1.0,) * len(chosen), share=1 / samples)
+        yield BatchPart(part, chosen, (1.0,) * len(chosen), scale=1 / samples)

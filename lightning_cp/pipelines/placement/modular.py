@@ -16,14 +16,9 @@ from torch import nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
+from lightning_cp.pipeline_folder.family_table import PLAIN_PIPELINES
 from lightning_cp.undoable import intercept_calls
 
-_PLAIN = {  # modular pipelines with another name than the pipeline that is not modular
-    "Flux2KleinBaseModularPipeline": "Flux2KleinPipeline",
-    "Wan22ModularPipeline": "WanPipeline",
-    "WanImage2VideoModularPipeline": "WanImageToVideoPipeline",
-    "Wan22Image2VideoModularPipeline": "WanImageToVideoPipeline",
-}
 _FIELDS = {"videos": "frames"}  # of modular pipelines -> of others
 
 
@@ -59,7 +54,7 @@ def load_modular(
 
 
 def _of_other_tasks(pipe: Any) -> list[str]:
-    """Return the transformers that the pipeline's family does not use: each task of MiniMax-H3 has one of 62 GB."""
+    """Return the transformers that the pipeline's family does not use: a pipeline may have one for each task."""
     with suppress(FamilyError):
         used = family_class(type(pipe)).components.models
         return [x for x in pipe.pretrained_component_names if x.startswith("transformer") and x not in used]
@@ -67,10 +62,10 @@ def _of_other_tasks(pipe: Any) -> list[str]:
 
 
 def plain_class(kind: type) -> type | None:
-    """Return the class of the same name that is not modular: `FluxPipeline` of `FluxModularPipeline`; None: none."""
+    """Return the class of the same name without "Modular"; None if diffusers has none."""
     import diffusers
 
-    found = getattr(diffusers, _PLAIN.get(kind.__name__, kind.__name__.replace("Modular", "")), None)
+    found = getattr(diffusers, PLAIN_PIPELINES.get(kind.__name__, kind.__name__.replace("Modular", "")), None)
     return found if isinstance(found, type) and found is not kind else None
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.e2e.docs.test_docs_pages import run, write_files
 from tests.e2e.finetune.test_finetune_edit import CALL
-from tests.e2e.finetuning import write_media, write_pipeline
+from tests.e2e.finetuning import frames_of, write_media, write_pipeline
 from tests.e2e.recipe import ROOT
 from tests.families.cases import CASES
 
@@ -128,3 +128,28 @@ def test_the_commands_and_scripts_for_controlnets_run(tmp_path: Path) -> None:
     run(tmp_path, "draw_controlled.py", str(run_folder))
     with Image.open(tmp_path / "kitchen.png") as image:
         assert image.size == (24, 16)
+
+
+@pytest.mark.full
+def test_the_commands_for_a_mixture_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs/finetune_mixtures.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
+    write_pipeline(tmp_path / "my-pipeline", "flux")
+    for number, folder in enumerate(("photos", "styles")):
+        (tmp_path / folder).mkdir()
+        for i in range(4):
+            height, width = ((32, 48), (48, 32), (48, 48))[(i + number) % 3]
+            Image.fromarray(frames_of(i, (1, height, width))[0]).save(tmp_path / folder / f"{i}.png")
+            (tmp_path / folder / f"{i}.txt").write_text("a wave")
+    (tmp_path / "conf/mix").mkdir(parents=True)
+    (mix,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "conf/mix/two_folders.yaml").write_text(mix)
+    small = ("accelerator=cpu", "progress=false", "lora.rank=2")
+    precompute, train, resume, degrees = commands
+    sizes = "precompute.sizes=[[32,48],[48,32],[48,48]]"
+    run(tmp_path, str(ROOT / precompute[0]), *precompute[1:-1], sizes, "accelerator=cpu", "precompute.max_upscale=2")
+    run(tmp_path, str(ROOT / train[0]), *train[1:], *small, "max_steps=2")
+    resumed = run(tmp_path, str(ROOT / resume[0]), *resume[1:], *small, "max_steps=4")
+    assert "Resuming after step 2" in resumed
+    assert "ring 2 × ulysses 2" in resumed
+    assert "data 1 × ring 2 × ulysses 2" in run(tmp_path, str(ROOT / degrees[0]), *degrees[1:], *small, "max_steps=2")

@@ -68,8 +68,8 @@ def _one_more() -> Iterator[None]:
         yield
 
 
-def _stop_after(step: int) -> Callable[[Run], None]:
-    """Receive SIGTERM after a step: the run is stopped after the next one."""
+def _stop_after(step: int | None) -> Callable[[Run], None]:
+    """Receive SIGTERM after a step, so that the run is stopped after the next one; None: never."""
     return lambda run: os.kill(os.getpid(), signal.SIGTERM) if run.state.step == step else None
 
 
@@ -88,7 +88,7 @@ def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str, stop_a
     with _one_more():
         checked = check_config(config, Machine.this(), None).config
         with nullcontext() if stop_after is None else pytest.raises(Stopped, match="stopped by SIGTERM after step"):
-            fit_model(checked, FineTune.of, after_step=_stop_after(stop_after or 0), at_end=lambda _: None)
+            fit_model(checked, FineTune.of, after_step=_stop_after(stop_after), at_end=lambda _: None)
     return [row.loss for row in read_metrics(folder / "metrics.csv")]
 
 

@@ -79,7 +79,7 @@ def test_groups_with_equal_parts_repeat_their_smallest_sample_without_counting_i
     assert [part.is_counted for part in divided[0]] == [True, False, False, False]
     assert all(part.positions == [0] for part in divided[0])
     drawn = next(iter(sampler(1, 2, equal_parts=True)))
-    assert {one.share for one in drawn} <= {0.0, 2 / 7}
+    assert {one.scale for one in drawn} <= {0.0, 2 / 7}
 
 
 def test_weights_of_tokens_have_the_mean_1() -> None:
@@ -98,7 +98,7 @@ def test_the_longest_sample_of_a_batch_chooses_its_degree() -> None:
         (degree,) = {drawn.degree for drawn in share}
         assert degree == degrees.degree_of(tokens)
         assert len(share) == 4 * degree // 4
-        assert {drawn.share for drawn in share} == {degrees.shards[degree].size / 4}
+        assert {drawn.scale for drawn in share} == {degrees.shards[degree].size / 4}
     lines = one.report().splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == [f"context degree {n}" for n in (1, 2, 4)]
 

@@ -93,6 +93,6 @@ def test_diffusers_reads_the_lora_as_before(tmp_path: Path) -> None:
         assert all(torch.equal(after[key], x) for key, x in tensors.items())
     assert (read_lora(tmp_path).rank, read_lora(tmp_path).alpha) == (2, 3.0)
     pipe = deepcopy(made("wan"))
-    load_lora(pipe, tmp_path / LORA_FILE)
+    load_loras(pipe, [tmp_path / LORA_FILE], [1.0])
     (adapter,) = pipe.transformer.peft_config.values()
     assert (adapter.r, adapter.lora_alpha) == (2, 3.0)

@@ -314,7 +314,7 @@ def test_micro_batches_have_the_losses_of_the_whole_batch() -> None:
     times = objective.times(family, family.clean(stored), step=4, first_index=10)
     for size, counts in ((2, [2, 2, 1]), (5, [5]), (9, [5]), (None, [5])):
         parts = list(micro_batches(objective, family, stored, size=size, step=4, first_index=10))
-        assert [len(part.part.stored) for part in parts] == counts
+        assert [len(part.stored) for part in parts] == counts
         assert [part.is_last for part in parts] == [False] * (len(counts) - 1) + [True]
         loss, sigma = (sum(values) for values in zip(*(part.loss(Linear()) for part in parts), strict=True))
         torch.testing.assert_close(loss, whole)
