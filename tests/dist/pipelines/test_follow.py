@@ -317,6 +317,7 @@ def _fails_inside(rank: int, world: int) -> None:
     follow(pipe, loop)
 
 
+@pytest.mark.full  # the other ranks wait for the time-out of their exchange
 def test_an_error_inside_an_exchange_ends_the_job_with_its_cause(run_ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"(?s)out of memory on rank 1.*This rank failed inside an exchange"):
         run_ranks(3, _fails_inside, timeout_s=240)
