@@ -109,27 +109,28 @@ class DividedBatchSampler(OrderSampler):
     def report(self) -> str:
         """Describe how evenly groups share the work of the first epoch, and the work with each degree for all steps."""
         division, degrees = self.division, self.degrees
-        size = degrees.shards[max(degrees.shards)].size
         batches = list(self._first_batches())
+        used = [self._degree_of(batch) for batch in batches]
+        sizes = [degrees.shards[degree].size for degree in used]
         even, plain = (
-            np.mean([division.imbalance(batch, size, balanced=balanced) for batch in batches])
+            np.mean([division.imbalance(*pair, balanced=balanced) for pair in zip(batches, sizes, strict=True)])
             for balanced in (True, False)
         )
+        groups = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
         text = (
             f"{self.num_samples} samples of {len(set(division.buckets))} sizes in batches of {self.batch_size} for "
-            f"{size} data groups: the longest group has {even:.3f} times the mean work ({plain:.3f} without balancing)"
+            f"{groups} data groups: the longest group has {even:.3f} times the mean work "
+            f"({plain:.3f} without balancing)"
         )
         if not degrees.by_tokens:
             return text
-        used = [self._degree_of(batch) for batch in batches]
         chosen = self._longest(batches, used)
         lines = [f"{text}. Tokens and tokens² of the longest rank in {len(batches)} steps, divided by those by_tokens:"]
         for degree in sorted(degrees.shards):
-            tokens, squares = (
-                a / b for a, b in zip(self._longest(batches, [degree] * len(batches)), chosen, strict=True)
-            )
+            fixed = self._longest(batches, [degree] * len(batches))
+            tokens, squares = (a / b for a, b in zip(fixed, chosen, strict=True))
             lines.append(
-                f"  context degree {degree}: {used.count(degree)} steps; in all steps, {tokens:.3f} and {squares:.3f}"
+                f"  context degree {degree}: {used.count(degree)} steps; if all had it, {tokens:.3f} and {squares:.3f}"
             )
         return "\n".join(lines)
 
