@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
     Attributes:
         positions: their positions in the global batch.
-        is_counted: False for a repetition, see `BatchDivision.equal_parts`.
+        is_counted: False for a repetition, see `BatchDivision.parts`.
     """
 
     positions: list[int]
@@ -39,8 +39,6 @@ class BatchDivision:
         attention_tokens: number of tokens of a sample at which attention takes as long as the other layers; about six
             times the width of the transformer.
         part_size: largest number of samples that pass the model together; None: all samples of one size.
-        equal_parts: give all groups the same number of parts; a group with fewer repeats its smallest sample without
-            counting it. Sharded weights need this, because all ranks take part in each forward.
         reduction: "samples": the loss is the mean over the samples of a global batch; "tokens": over its tokens.
         weights: factor of each sample's loss; None: 1.
     Raises: ValueError: a number or a list is not valid.
@@ -50,7 +48,6 @@ class BatchDivision:
     tokens: Sequence[int]
     attention_tokens: float
     part_size: int | None = None
-    equal_parts: bool = False
     reduction: str = "samples"
     weights: Sequence[float] | None = None
 
@@ -95,13 +92,16 @@ class BatchDivision:
         return [sorted(group) for group in members]
 
     def parts(self, samples: Sequence[int], data_size: int) -> list[list[Part]]:
-        """Return the parts of each data group, those with the most work first; see `groups`."""
+        """Return the parts of each data group, those with the most work first; see `groups`.
+
+        All groups have the same number of parts, because a forward may have collectives of all ranks (sharded weights,
+        buffers of DDP). A group with fewer repeats its smallest sample, without counting it.
+        """
         divided = [self._parts(samples, group) for group in self.groups(samples, data_size)]
-        if self.equal_parts:
-            number = max(map(len, divided))
-            for parts in divided:
-                smallest = min((x for part in parts for x in part.positions), key=lambda x: self.work[samples[x]])
-                parts += [Part([smallest], is_counted=False)] * (number - len(parts))
+        number = max(map(len, divided))
+        for parts in divided:
+            smallest = min((x for part in parts for x in part.positions), key=lambda x: self.work[samples[x]])
+            parts += [Part([smallest], is_counted=False)] * (number - len(parts))
         return divided
 
     def _parts(self, samples: Sequence[int], group: list[int]) -> list[Part]:

@@ -54,7 +54,8 @@ class BucketBatchSampler(OrderSampler):
         [[3, 0], [2, 3], [1, 4]]
     """
 
-    _order_settings = (*OrderSampler._order_settings, "leftovers", "assignment")
+    _order_settings = ("mixed", *OrderSampler._order_settings, "leftovers", "assignment")
+    mixed = False  # a batch has samples of one size
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class BucketBatchSampler(OrderSampler):
         _check_sizes(self.bucket_sizes, batch_size, leftovers)
         order = BucketOrder(tuple(members.values()), batch_size, seed, leftovers, shuffle)
         super().__init__(order, data_rank=data_rank, data_size=data_size, with_epoch=with_epoch)
-        self.assignment = _digest(order.members)
+        self.assignment = digest(order.members)
         if data_rank == 0 and not (dist.is_initialized() and dist.get_rank()):
             self._log()
 
@@ -135,7 +136,7 @@ def _listed(sizes: dict[Hashable, int]) -> str:
     return ", ".join([*names, "..."] if len(sizes) > _LISTED else names)
 
 
-def _digest(members: tuple[Indices, ...]) -> str:
+def digest(members: tuple[Indices, ...]) -> str:
     """Return a hash of the bucket number of every sample."""
     numbers = np.concatenate([np.full(len(indices), bucket) for bucket, indices in enumerate(members)])
     in_index_order = numbers[np.argsort(np.concatenate(members))]

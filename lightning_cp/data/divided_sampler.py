@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.bucket_order import BucketOrder, Indices, bucket_members
+from lightning_cp.data.bucket_sampler import digest
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.data.step_degrees import StepDegrees
 
@@ -55,26 +56,28 @@ class DividedBatchSampler(OrderSampler):
         degrees: data group of this rank, by the context degree of a step.
         mixed: True: a batch holds samples of all sizes, in random order. False: of one size, see `BucketBatchSampler`.
         seed: seed of the order.
-    Raises: ValueError: batch_size is less than the number of data groups or more than the number of samples.
+    Raises: ValueError: batch_size is less than the number of data groups or more than the number of samples, or a
+        sample has fewer tokens than ranks that may share it.
 
     The result of `report` is logged on rank 0.
     """
 
-    _order_settings = (*OrderSampler._order_settings, "assignment")
+    _order_settings = ("mixed", *OrderSampler._order_settings, "leftovers", "assignment")
+    leftovers = "carry"
 
     def __init__(
         self, division: BatchDivision, batch_size: int, degrees: StepDegrees, *, mixed: bool = True, seed: int = 0
     ) -> None:
-        self.division, self.degrees = division, degrees
-        # a `BucketBatchSampler` cannot continue this order, nor the other way round
-        self.assignment = "mixed sizes" if mixed else "one size, divided"
+        self.division, self.degrees, self.mixed = division, degrees, mixed
         number, most = len(division.tokens), max(shard.size for shard in degrees.shards.values())
         if not most <= batch_size <= number:
             raise ValueError(
                 f"batch_size={batch_size} must be at least the {most} data groups, so that each of them has a sample, "
                 f"and at most the {number} samples of the data set"
             )
+        _check_lengths(division.tokens, degrees, mixed)
         members = (np.arange(number),) if mixed else tuple(bucket_members(division.buckets).values())
+        self.assignment = digest(members)  # a `BucketBatchSampler` continues the order of batches of one size
         shard = degrees.shards[max(degrees.shards)]
         order = BucketOrder(members, batch_size, seed, leftovers="carry")
         super().__init__(order, data_rank=shard.rank, data_size=shard.size, with_epoch=True)
@@ -148,3 +151,14 @@ class DividedBatchSampler(OrderSampler):
         """Yield the first global batches; with few samples of a size, an epoch may have none."""
         batches = (indices.tolist() for epoch in count() for indices, _ in self.order.batches(epoch))
         return islice(batches, min(_REPORTED, -(-self.num_samples // self.batch_size)))
+
+
+def _check_lengths(tokens: Sequence[int], degrees: StepDegrees, mixed: bool) -> None:
+    """Check that each rank of a context group gets tokens of every sample. Raises: ValueError: not of the shortest."""
+    shortest = min(tokens)
+    degree = max(degrees.shards) if mixed else degrees.degree_of(shortest)
+    if shortest < degree:
+        raise ValueError(
+            f"a sample has {shortest} tokens, which {degree} ranks (ring x ulysses) cannot share: leave it out, or "
+            f"lower the degrees to at most {shortest}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -62,7 +63,9 @@ class DividedData(Dataset[Any]):
         parts: dict[int, list[tuple[DrawnSample, Sample]]] = {}
         for drawn, sample in samples:
             parts.setdefault(drawn.part, []).append((drawn, sample))
-        return DividedBatch([self._part(part) for part in parts.values()], samples[0][0].degree)
+        names = [(drawn.item, drawn.epoch, drawn.position) for drawn, _ in samples]
+        seed = int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "big") >> 1
+        return DividedBatch([self._part(part) for part in parts.values()], samples[0][0].degree, seed)
 
     def _part(self, samples: Sequence[tuple[DrawnSample, Sample]]) -> BatchPart:
         drawn = [one for one, _ in samples]
@@ -96,7 +99,8 @@ def divided_loader(
         seed: seed of the order and of the workers.
         mixed: True: a batch holds samples of all sizes. False: of one size.
         attention_tokens, reduction: see `BatchDivision`.
-        micro_batch_size: largest number of samples of one size that pass the model together; None: all.
+        micro_batch_size: largest number of samples of one size that pass the model together; None: all. Must be 1 for
+            a family with `one_per_call`, such as MiniMax-H3.
         start_step: batches to skip, counted over all epochs.
         num_workers, settings: further arguments of DataLoader.
     Raises:
@@ -108,7 +112,6 @@ def divided_loader(
         data.tokens,
         attention_tokens,
         part_size=micro_batch_size,
-        equal_parts=bool(getattr(ranks, "shards_weights", False)),
         reduction=reduction,
         weights=getattr(data, "weights", None),
     )
@@ -145,9 +148,19 @@ def degree_of(batch: object, strategy: Any) -> Iterator[None]:
 
 
 def set_degree(batch: object, strategy: Any) -> None:
-    """Select the context degree of a batch; of another object, or None, that of the strategy."""
-    if hasattr(strategy, "use_degree"):
-        strategy.use_degree(batch.degree if isinstance(batch, DividedBatch) else None)
+    """Select the context degree of a batch; of another object, or None, that of the strategy.
+
+    If steps have different degrees, the batch also seeds torch's generators: ranks that share a sample at one degree,
+    and not at another, would otherwise draw different dropout.
+    """
+    if not hasattr(strategy, "use_degree"):
+        return
+    if not isinstance(batch, DividedBatch):
+        strategy.use_degree(None)
+        return
+    strategy.use_degree(batch.degree)
+    if strategy.step_degrees.by_tokens:
+        torch.manual_seed(batch.seed)
 
 
 def step_degrees(ranks: Any) -> StepDegrees:

@@ -112,7 +112,7 @@ class FineTuning(LightningModule):
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
         self._mixed = mixed
         self._micro_batch_size, self._has_gradients = micro_batch_size, False
-        self._means: tuple[Tensor, Tensor, int] | None = None  # loss, sigma and number of samples, to be logged
+        self._is_last = True  # whether the next backward is the last one of its step
         self._lora_lr_ratio = lora_lr_ratio
         if lora_lr_ratio is not None and not 0 < lora_lr_ratio < math.inf:
             raise ValueError(f"lora_lr_ratio={lora_lr_ratio} must be a positive number, or None")
@@ -130,15 +130,15 @@ class FineTuning(LightningModule):
         if others:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
-        values, self._means = [], None
+        values, self._is_last = [], False
         for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
             values.append(self.loss(part))
             self.trainer.strategy.backward(values[-1][0], None)
         values.append(self.loss(last))
         self.batches += 1
         loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
-        # logged after the backward: ranks with several parts of a divided batch run a backward in this step
-        self._means = loss, sigma, 1 if is_divided else len(batch)
+        self.report(loss, sigma, samples=1 if is_divided else len(batch))  # ranks may have different numbers of samples
+        self._is_last = True
         return values[-1][0]
 
     def micro_batches(
@@ -208,9 +208,7 @@ class FineTuning(LightningModule):
 
     @override
     def on_after_backward(self) -> None:
-        if self._means is not None:  # the last backward of the step
-            loss, sigma, samples = self._means
-            self.report(loss, sigma, samples=samples)
+        if self._is_last:
             set_degree(None, self.trainer.strategy)
 
     @override

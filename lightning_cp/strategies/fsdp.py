@@ -52,7 +52,7 @@ class FSDPMixin(ContextParallelMixin):
         settings: see `ContextParallelMixin`.
     """
 
-    shards_weights = True
+    _evaluates_together = True  # weights are all-gathered
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class ContextParallelMixin:
     _kwargs_targets: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
-    shards_weights = False  # all ranks take part in each forward of a module
+    _evaluates_together = False  # a forward without gradients has collectives of all ranks
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
     _batches_taken: Callable[[int], int] | None = None  # number that a loop takes from a loader of a length
 
@@ -211,7 +211,7 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return with_equal_batches(dataloader, always=self.shards_weights, taken=self._batches_taken)
+        return with_equal_batches(dataloader, always=self._evaluates_together, taken=self._batches_taken)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.

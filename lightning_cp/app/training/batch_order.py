@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.components import components_of
-from lightning_cp.app.settings.world import is_single, shards_weights
+from lightning_cp.app.settings.world import is_single
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.divided_sampler import DividedBatchSampler
@@ -56,7 +56,6 @@ def _division(config: DictConfig, data: Any, family: Family) -> BatchDivision:
         data.tokens,
         attention_tokens=6 * width_of(model),
         part_size=1 if family.one_per_call else config.micro_batch_size,
-        equal_parts=shards_weights(config),
         reduction=config.objective.reduction,
         weights=data.weights,
     )

@@ -37,10 +37,11 @@ class DividedBatch:
     Args:
         parts: the parts.
         degree: context degree of the step, see `lightning_cp.data.step_degrees`.
+        seed: of random numbers such as dropout, the same on all ranks that share the samples.
     """
 
-    def __init__(self, parts: Sequence[BatchPart], degree: int) -> None:
-        self.parts, self.degree = list(parts), degree
+    def __init__(self, parts: Sequence[BatchPart], degree: int, seed: int) -> None:
+        self.parts, self.degree, self.seed = list(parts), degree, seed
 
     def __len__(self) -> int:
         """Return the number of samples, without repeated ones."""
@@ -55,4 +56,6 @@ class DividedBatch:
         return self._map(StoredBatch.pin_memory)
 
     def _map(self, function: Callable[[StoredBatch], StoredBatch]) -> DividedBatch:
-        return DividedBatch([replace(part, stored=function(part.stored)) for part in self.parts], self.degree)
+        return DividedBatch(
+            [replace(part, stored=function(part.stored)) for part in self.parts], self.degree, self.seed
+        )

@@ -13,12 +13,13 @@ from PIL import Image
 
 from lightning_cp.precompute import PrecomputeSettings, precompute
 from tests.e2e.finetune.test_finetune import SMALL_LORA, tune, val_losses
-from tests.e2e.finetuning import frames_of, write_pipeline
+from tests.e2e.finetuning import frames_of, write_cache, write_media, write_pipeline
 from tests.e2e.recipe import Finished, error_of, run
+from tests.families.cases import CASES
 
-SIZES = [[16, 16], [16, 24], [24, 24], [24, 40], [48, 32]]  # 64 pixels a token: 4 to 24 tokens
+SIZES = [[16, 16], [16, 24], [24, 24], [24, 40], [48, 32]]  # 16, 24, 36, 60 and 96 tokens
 MIXED = (*SMALL_LORA, "data.mixed=true", "batch_size=5", "max_steps=4", "checkpoint_every=2", "seed=3")
-DEGREES = "degrees.by_tokens={6: 1, 15: 2}"
+DEGREES = "degrees.by_tokens={36: 1, 60: 2}"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def test_a_mixture_resumes_at_other_degrees_with_the_losses_of_one_process(
     last = first.folder / "checkpoints/step_00000002"
     degrees = ("strategy=cp", "ring=2", "ulysses=2", DEGREES)
     resumed = trained("resumed", *MIXED, *degrees, f"resume={last}")
-    assert "context degree 4:" in resumed.stderr
+    steps = [int(number) for number in re.findall(r"context degree \d: (\d+) steps", resumed.stderr)]
+    assert len(steps) == 3
+    assert steps[-1] < sum(steps)
     assert_equal_runs(resumed, alone, steps=slice(2, None))
     assert val_losses(resumed)[-1] == pytest.approx(val_losses(alone)[-1], rel=1e-4)
 
@@ -77,7 +80,7 @@ def test_a_mixture_resumes_at_other_degrees_with_the_losses_of_one_process(
         ("strategy=cp", "data_parallel=3", "micro_batch_size=1"),
         ("strategy=cp_fsdp", "data_parallel=3"),
         ("strategy=cp_fsdp", "ring=2", "ulysses=2", DEGREES, "trainer=lightning"),
-        ("strategy=cp", "ulysses=2", "degrees.by_tokens={10: 1}", "activation_checkpointing=full"),
+        ("strategy=cp", "ulysses=2", "degrees.by_tokens={60: 1}", "activation_checkpointing=full"),
         ("strategy=cp", "ring=2", "data_parallel=2", "num_workers=1", "trainer=lightning"),
     ],
     ids=" ".join,
@@ -88,6 +91,35 @@ def test_options_give_the_same_run(trained: Callable[..., Finished], alone: Fini
     assert val_losses(finished) == pytest.approx(val_losses(alone), rel=1e-4)
 
 
+def clips_of_two_lengths(folder: Path, case: str, count: int) -> Path:
+    """Write clips, and a picture in place of each second one."""
+    write_media(folder, case, count)
+    for i in range(0, count, 2):
+        (folder / f"{i}.mp4").unlink()
+        Image.fromarray(frames_of(i, (1, *CASES[case].size[1:]))[0]).save(folder / f"{i}.png")
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [("data_parallel=2",), ("ring=2", "data_parallel=2")], ids=" ".join)
+def test_groups_run_the_same_number_of_forwards_of_a_model_with_buffers(
+    options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """DDP sends the buffers of Wan in forwards: with different numbers of forwards, ranks would wait for ever."""
+    wan = write_cache(tmp_path_factory.mktemp("wan"), "wan", write=clips_of_two_lengths)
+    mixed = (
+        *SMALL_LORA,
+        "data.mixed=true",
+        "batch_size=3",
+        "max_steps=3",
+        "data.validation=0",
+        "validation.every=null",
+    )
+    alone = tune(wan, "alone", *mixed)
+    assert "2 sizes" in alone.stderr
+    assert_equal_runs(tune(wan, "two", *mixed, "strategy=cp", *options, timeout_s=150), alone)
+
+
 @pytest.mark.full
 def test_degrees_of_batches_of_one_size_give_the_run_of_one_process(trained: Callable[..., Finished]) -> None:
     one_size = (*SMALL_LORA, "batch_size=4", "max_steps=4", "data.validation=0", "validation.every=null")
@@ -95,6 +127,10 @@ def test_degrees_of_batches_of_one_size_give_the_run_of_one_process(trained: Cal
     degrees = trained("one_size_degrees", *one_size, "strategy=cp", "ring=4", DEGREES)
     assert len({row.loss for row in alone.rows}) == 4
     assert_equal_runs(degrees, alone)
+    saved = sorted((alone.folder / "checkpoints").iterdir())[-1]
+    longer = trained("one_size_longer", *one_size, "max_steps=6")
+    later = trained("one_size_later", *one_size, "max_steps=6", "strategy=cp", "ring=4", DEGREES, f"resume={saved}")
+    assert_equal_runs(later, longer, steps=slice(4, None))
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
 from lightning_cp.data.step_degrees import Shard, StepDegrees
@@ -26,7 +27,7 @@ def sampler(rank: int, size: int, batch_size: int = 7, **settings: object) -> Di
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_sample_of_a_batch_is_given_to_one_group_with_its_position(size: int) -> None:
     for batches in islice(zip(*(sampler(rank, size) for rank in range(size)), strict=True), 3):
-        drawn = [one for share in batches for one in share]
+        drawn = [one for share in batches for one in share if one.scale]
         assert sorted(one.position for one in drawn) == list(range(7))
         assert all(share for share in batches)
         order = [one.item for one in sorted(drawn, key=lambda one: one.position)]
@@ -72,13 +73,13 @@ def test_the_longest_group_has_little_more_than_the_mean_work() -> None:
     assert division().imbalance(rest, 3) < 1.05 < division().imbalance(rest, 3, balanced=False)
 
 
-def test_groups_with_equal_parts_repeat_their_smallest_sample_without_counting_it() -> None:
+def test_groups_with_fewer_parts_repeat_their_smallest_sample_without_counting_it() -> None:
     batch = [17, 0, 9, 14, 18]
-    divided = division(equal_parts=True).parts(batch, 2)
+    divided = division().parts(batch, 2)
     assert [len(parts) for parts in divided] == [4, 4]
     assert [part.is_counted for part in divided[0]] == [True, False, False, False]
     assert all(part.positions == [0] for part in divided[0])
-    drawn = next(iter(sampler(1, 2, equal_parts=True)))
+    drawn = next(iter(sampler(1, 2)))
     assert {one.scale for one in drawn} <= {0.0, 2 / 7}
 
 
@@ -110,7 +111,7 @@ def test_the_order_continues_at_another_number_of_groups_but_not_as_another_orde
     share = next(iter(two))
     assert {x.item for x in share} <= {x.item for x in batches[2]}
     same_sizes = DividedBatchSampler(division(), 7, StepDegrees.fixed(Shard(0, 1)), mixed=False, seed=5)
-    with pytest.raises(ValueError, match=r"assignment=one size, divided differs from the checkpoint's"):
+    with pytest.raises(ValueError, match=r"mixed=False differs from the checkpoint's mixed=True"):
         same_sizes.load_state_dict(one.state_dict())
 
 
@@ -136,3 +137,24 @@ def test_a_batch_has_a_sample_for_each_group() -> None:
 
 def test_work_is_quadratic_in_long_samples() -> None:
     np.testing.assert_allclose(division().work[[0, 17]], [64 + 64**2 / 1000, 4096 + 4096**2 / 1000])
+
+
+def test_a_run_with_batches_of_one_size_can_get_degrees_later_and_a_changed_bucket_is_noticed() -> None:
+    plain = BucketBatchSampler(TOKENS, 4, seed=1, with_epoch=True)
+    batches = [[item for item, _ in batch] for batch in plain]
+    degrees = StepDegrees({1: Shard(0, 2), 2: Shard(0, 1)}, {300: 1})
+    divided = DividedBatchSampler(division(), 4, degrees, mixed=False, seed=1)
+    divided.load_state_dict(plain.state_dict(step=1))
+    assert {one.item for one in next(iter(divided))} <= set(batches[1])
+    changed = BatchDivision([1024, *TOKENS[1:]], TOKENS, 1000.0)
+    with pytest.raises(ValueError, match="assignment="):
+        DividedBatchSampler(changed, 4, degrees, mixed=False, seed=1).load_state_dict(plain.state_dict())
+
+
+def test_a_sample_with_fewer_tokens_than_ranks_is_refused_on_every_rank() -> None:
+    short = BatchDivision([1, 8, 8, 8], [1, 8, 8, 8], 100.0)
+    for rank in (0, 1):
+        degrees = StepDegrees({1: Shard(rank, 2), 2: Shard(0, 1)}, {4: 1})
+        with pytest.raises(ValueError, match="a sample has 1 tokens, which 2 ranks"):
+            DividedBatchSampler(short, 2, degrees)
+        DividedBatchSampler(short, 2, degrees, mixed=False)  # alone, it is computed on one rank
