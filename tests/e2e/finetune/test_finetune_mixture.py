@@ -13,9 +13,10 @@ from PIL import Image
 
 from lightning_cp.precompute import PrecomputeSettings, precompute
 from tests.e2e.finetune.test_finetune import SMALL_LORA, tune, val_losses
-from tests.e2e.finetuning import frames_of, write_cache, write_media, write_pipeline
+from tests.e2e.finetuning import frames_of, write_pipeline
 from tests.e2e.recipe import Finished, error_of, run
 from tests.families.cases import CASES
+from tests.unit.finetune.media.encode import write_video
 
 SIZES = [[16, 16], [16, 24], [24, 24], [24, 40], [48, 32]]  # 16, 24, 36, 60 and 96 tokens
 MIXED = (*SMALL_LORA, "data.mixed=true", "batch_size=5", "max_steps=4", "checkpoint_every=2", "seed=3")
@@ -91,22 +92,22 @@ def test_options_give_the_same_run(trained: Callable[..., Finished], alone: Fini
     assert val_losses(finished) == pytest.approx(val_losses(alone), rel=1e-4)
 
 
-def clips_of_two_lengths(folder: Path, case: str, count: int) -> Path:
-    """Write clips, and a picture in place of each second one."""
-    write_media(folder, case, count)
-    for i in range(0, count, 2):
-        (folder / f"{i}.mp4").unlink()
-        Image.fromarray(frames_of(i, (1, *CASES[case].size[1:]))[0]).save(folder / f"{i}.png")
-    return folder
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("options", [("data_parallel=2",), ("ring=2", "data_parallel=2")], ids=" ".join)
 def test_groups_run_the_same_number_of_forwards_of_a_model_with_buffers(
     options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """DDP sends the buffers of Wan in forwards: with different numbers of forwards, ranks would wait for ever."""
-    wan = write_cache(tmp_path_factory.mktemp("wan"), "wan", write=clips_of_two_lengths)
+    wan = tmp_path_factory.mktemp("wan")
+    pipe, media = write_pipeline(wan / "pipe", "wan"), wan / "media"
+    media.mkdir()
+    frames, height, width = CASES["wan"].size
+    sizes = [[height, width], [width, height]]
+    for i in range(6):
+        write_video(media / f"{i}.mp4", frames_of(i, (frames, *sizes[i % 2])))
+        (media / f"{i}.txt").write_text(f"wave number {i}")
+    settings = PrecomputeSettings(sizes=sizes, frames=frames, dtype=torch.float32, sheet=0)
+    precompute(pipe, media, wan / "latents", settings=settings, device=torch.device("cpu"), progress=False)
     mixed = (
         *SMALL_LORA,
         "data.mixed=true",
