@@ -201,6 +201,7 @@ def test_the_mean_over_tokens_equals_one_process(alone: dict[str, Any], run_rank
     _equals(run_ranks(4, _fit, CP, {"ring": 2}, run, init=False), one)
 
 
+@pytest.mark.full
 def test_no_sample_is_lost(run_ranks: RankPool) -> None:
     """Each sample of each batch is counted in one group; the order itself loses none, see the test of the sampler."""
     runs = run_ranks(4, _fit, CP, {"ring": 2}, {"steps": 13}, init=False)
@@ -211,8 +212,9 @@ def test_no_sample_is_lost(run_ranks: RankPool) -> None:
     assert loaded >= {(item, epoch) for item in range(13) for epoch in range(5)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("world", "settings"), [(4, {"ring": 2}), pytest.param(4, DEGREES, marks=full), pytest.param(1, {}, marks=full)]
+    ("world", "settings"), [(4, {"ring": 2}), (4, DEGREES), (1, {})]
 )
 def test_a_run_resumes_at_another_topology(
     world: int, settings: dict[str, Any], alone: dict[str, Any], run_ranks: RankPool, tmp_path: Path
