@@ -213,9 +213,7 @@ def test_no_sample_is_lost(run_ranks: RankPool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("world", "settings"), [(4, {"ring": 2}), (4, DEGREES), (1, {})]
-)
+@pytest.mark.parametrize(("world", "settings"), [(4, {"ring": 2}), (4, DEGREES), (1, {})])
 def test_a_run_resumes_at_another_topology(
     world: int, settings: dict[str, Any], alone: dict[str, Any], run_ranks: RankPool, tmp_path: Path
 ) -> None:
