@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader
 
 from lightning_cp.data.bucket_sampler import BucketBatchSampler
 from lightning_cp.data.loader import EndlessLoader
 from lightning_cp.data.sampler import EndlessBatches, UnsizedBatches
-from lightning_cp.data.workers import worker_init_fn
+from lightning_cp.data.workers import seeds_of_loader
 
 
 class BucketedData(Protocol):
@@ -93,16 +92,12 @@ def bucket_loader(
         sampler.seek(start_step)
     batches: Any = sampler if sampler.order.has_equal_epochs else UnsizedBatches(sampler)
     kind: type[DataLoader[Any]] = EndlessLoader if endless else DataLoader
-    defaults = {
-        "worker_init_fn": worker_init_fn(seed, data_rank),
-        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it instead of the global generator
-    }
     return kind(
         data,  # type: ignore[arg-type]  # any object with a length and items by index
         batch_sampler=EndlessBatches(sampler) if endless else batches,
         collate_fn=data.collate,
         num_workers=num_workers,
-        **{**defaults, **settings},
+        **{**seeds_of_loader(seed, data_rank), **settings},
     )
 
 

@@ -4,6 +4,7 @@ Each draw is a Philox stream (Salmon et al., SC 2011). Its key is the seed and t
 and the sample index. A rank with samples 4 to 7 of a batch therefore draws the same numbers for them as one process.
 """
 
+import hashlib
 from enum import IntEnum, unique
 
 import numpy as np
@@ -41,3 +42,8 @@ def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) ->
     key = np.array([seed & _WORD, int(stream) & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, index & _WORD, step & _WORD], dtype=np.uint64)  # the low word counts the blocks drawn
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def hashed_seed(key: str) -> int:
+    """Return a seed for torch's generators that depends on a text only, from 0 to 2^63 - 1."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -38,7 +38,7 @@ class StepDegrees:
         return cls({1: shard})
 
     def degree_of(self, tokens: int) -> int:
-        """Return the context degree of a step whose longest sample has `tokens` tokens."""
+        """Return the context degree of a step. Args: tokens: length of its longest sample."""
         return min(
             ((limit, degree) for limit, degree in self.by_tokens.items() if tokens <= limit),
             default=(0, max(self.shards)),

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,3 +33,11 @@ def worker_init_fn(seed: int, data_rank: int) -> WorkerSeed:
     seeds by global rank, which would give the ranks of one group different data.)
     """
     return WorkerSeed(seed, data_rank)
+
+
+def seeds_of_loader(seed: int, data_rank: int) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that make its random numbers independent of the global generator."""
+    return {
+        "worker_init_fn": worker_init_fn(seed, data_rank),
+        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it
+    }

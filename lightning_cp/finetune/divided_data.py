@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
+from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.batch_division import BatchDivision
 from lightning_cp.data.bucket_loader import DataRanks, data_shard_of
 from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
+from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.data.step_degrees import Shard, StepDegrees
+from lightning_cp.data.workers import seeds_of_loader
 from lightning_cp.finetune.families import Sample, StoredBatch
 from lightning_cp.finetune.objectives.divided_batch import BatchPart, DividedBatch
 
@@ -64,7 +64,7 @@ class DividedData(Dataset[Any]):
         for drawn, sample in samples:
             parts.setdefault(drawn.part, []).append((drawn, sample))
         names = [(drawn.item, drawn.epoch, drawn.position) for drawn, _ in samples]
-        seed = int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "big") >> 1
+        seed = hashed_seed(repr(names))
         return DividedBatch([self._part(part) for part in parts.values()], samples[0][0].degree, seed)
 
     def _part(self, samples: Sequence[tuple[DrawnSample, Sample]]) -> BatchPart:
@@ -119,16 +119,12 @@ def divided_loader(
     if start_step:
         sampler.seek(start_step)
     divided = DividedData(data)
-    defaults = {
-        "worker_init_fn": worker_init_fn(seed, sampler.data_rank),
-        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it instead of the global generator
-    }
     return EndlessLoader(
         divided,
         batch_sampler=EndlessBatches(sampler),
         collate_fn=divided.collate,
         num_workers=num_workers,
-        **{**defaults, **settings},
+        **{**seeds_of_loader(seed, sampler.data_rank), **settings},
     )
 
 
@@ -137,18 +133,8 @@ def needs_division(data: object, ranks: Any) -> bool:
     return any(weight != 1 for weight in getattr(data, "weights", ())) or bool(step_degrees(ranks).by_tokens)
 
 
-@contextmanager
-def degree_of(batch: object, strategy: Any) -> Iterator[None]:
-    """Compute the forwards and backwards of a batch at its context degree, see the strategy's `use_degree`."""
-    set_degree(batch, strategy)
-    try:
-        yield
-    finally:
-        set_degree(None, strategy)
-
-
 def set_degree(batch: object, strategy: Any) -> None:
-    """Select the context degree of a batch; of another object, or None, that of the strategy.
+    """Select the context degree of the forwards and backwards of a batch; with None, that of the strategy.
 
     If steps have different degrees, the batch also seeds torch's generators: ranks that share a sample at one degree,
     and not at another, would otherwise draw different dropout.

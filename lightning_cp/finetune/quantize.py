@@ -34,7 +34,7 @@ class _Format:
         encode: values in [-1, 1], as bytes.
         decode: the values of bytes; its second argument is `table`, on their device.
         per_byte: number of values in a byte.
-        table: what `decode` needs; None: nothing.
+        table: values by code, for `decode`; None: it computes them.
     """
 
     block: int | None

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_cp.rules import Integer
+
 
 def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
-    """Return (ring, ulysses) of a smaller context group, whose ranks are neighbours in a group of ring x ulysses.
+    """Return (ring, ulysses) of a smaller context group. Its ranks are neighbours in a group of ring x ulysses.
 
     Raises: ValueError: `degree` does not divide the group in this way.
     """
-    shape = (1, degree) if degree <= ulysses else (degree // ulysses, ulysses)
-    if degree < 1 or shape[0] * shape[1] != degree or ring % shape[0] or ulysses % shape[1]:
-        valid = [n for n in range(1, ring * ulysses + 1) if _divides(n, ring, ulysses)]
+    shapes = [(1, n) for n in range(1, ulysses + 1) if not ulysses % n]
+    shapes += [(n, ulysses) for n in range(2, ring + 1) if not ring % n]
+    by_degree = {shape[0] * shape[1]: shape for shape in shapes}
+    if degree not in by_degree:
         raise ValueError(
-            f"degrees: {degree} is no context degree within ring={ring} x ulysses={ulysses}: it must be one of {valid}"
+            f"degrees: {degree} is no context degree within ring={ring} x ulysses={ulysses}: it must be one of "
+            f"{list(by_degree)}"
         )
-    return shape
-
-
-def _divides(degree: int, ring: int, ulysses: int) -> bool:
-    shape = (1, degree) if degree <= ulysses else (degree // ulysses, ulysses)
-    return shape[0] * shape[1] == degree and not ring % shape[0] and not ulysses % shape[1]
+    return by_degree[degree]
 
 
 def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None, shares: object = None) -> None:
@@ -36,7 +35,7 @@ def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None,
         raise TypeError(f"degrees={degrees!r} must be a dict from numbers of tokens to degrees, such as {{4096: 1}}")
     for tokens, degree in degrees.items():
         for value in (tokens, degree):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not Integer(1).passes(value):
                 raise ValueError(f"degrees={dict(degrees)!r}: {value!r} must be a whole number of at least 1")
         context_shape(degree, ring=ring, ulysses=ulysses)
     by_tokens = [degrees[tokens] for tokens in sorted(degrees)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
-from lightning_cp.engine.peers.comparison import PeerCheck
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
@@ -40,7 +39,6 @@ class ContextParallel:
         groups: process groups of the mesh; None before the ranks are started.
         described: lines that were logged.
         matched: keys of `plans` and `modules` that matched a module.
-        checks: checks of the transformers' inputs.
         sessions: sessions of the transformers.
         degrees: groups of the context degrees that a step can use; None before the ranks are started.
     """
@@ -49,7 +47,6 @@ class ContextParallel:
     groups: MeshGroups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
     matched: set[Any] = field(default_factory=set, init=False)
-    checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
     sessions: WeakSet[Session] = field(default_factory=WeakSet, init=False)
     degrees: DegreeGroups | None = field(default=None, init=False)
 
@@ -59,11 +56,11 @@ class ContextParallel:
         self.ring, self.ulysses = self.config.mesh_shape
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the checks of this process's models: a spawned rank builds its own."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("checks", "sessions")}
+        """Drop the sessions of this process's models: a spawned rank builds its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "sessions"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, checks=WeakSet(), sessions=WeakSet())
+        self.__dict__.update(state, sessions=WeakSet())
 
     @property
     def size(self) -> int:
@@ -97,7 +94,6 @@ class ContextParallel:
         self.initialized_groups()
         assert self.degrees is not None, "built with the groups"
         self.degrees.use(degree, self.sessions)
-        self.checks.update(session.peers for session in self.sessions)
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
         """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
@@ -122,7 +118,6 @@ class ContextParallel:
         installed = [
             installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
         ]
-        self.checks.update(one.session.peers for one in installed)
         self.sessions.update(one.session for one in installed)
         return installed
 
@@ -132,8 +127,8 @@ class ContextParallel:
         Args: within_s: seconds to wait; unfinished comparisons are dropped.
         Raises: PeerMismatchError: context peers were given different data, on all ranks of the context group.
         """
-        for check in list(self.checks):
-            check.finish(within_s=within_s)
+        for session in list(self.sessions):  # a check is finished before its session gets another one
+            session.peers.finish(within_s=within_s)
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())
@@ -256,8 +251,7 @@ class ContextParallel:
         Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
         samples, then shard them. Raises: RuntimeError: the process groups are not initialized yet.
         """
-        mixed = hashlib.blake2b(f"{seed}/{self.initialized_groups().data_rank}".encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
+        return torch.Generator(device).manual_seed(hashed_seed(f"{seed}/{self.initialized_groups().data_rank}"))
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """Weight a mean loss over local tokens, so that averaged gradients are those of the mean over all tokens.

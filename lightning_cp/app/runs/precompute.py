@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.runs.run_folder import check_writable
-from lightning_cp.app.settings.data_folders import data_folders
+from lightning_cp.app.settings.data_folders import Sizes, data_folders
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
 from lightning_cp.launch.external import LauncherEnv, is_first
 from lightning_cp.launch.machine import Machine
-from lightning_cp.rules import Each, Either, Integer, Number, OneOf
+from lightning_cp.rules import Either, Integer, Number, OneOf
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _NULL = OneOf((None,))
@@ -105,8 +105,8 @@ def _check_output(paths: Sequence[Path], output: Path) -> None:
 
 def _check_sizes(config: DictConfig) -> None:
     sizes, frames = read(config, "precompute.sizes"), read(config, "precompute.frames")
-    pair, several = Each(Integer(1), 2), isinstance(frames, list)
-    if sizes is not None and not (isinstance(sizes, list) and sizes and all(pair.passes(size) for size in sizes)):
+    several = isinstance(frames, list)
+    if not Sizes().passes(sizes):
         raise SettingsError(
             f"precompute.sizes={show(sizes)} is not valid: must be null or a list of [height, width], such as "
             "[[480,832]]"

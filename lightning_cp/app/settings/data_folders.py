@@ -27,7 +27,7 @@ class _Name(Text):
         return "null or a text without slashes at its ends"
 
 
-class _Sizes(Rule):
+class Sizes(Rule):
     """Pairs [height, width], or null."""
 
     def passes(self, value: Any) -> bool:
@@ -53,7 +53,7 @@ _FIELDS: dict[str, Rule] = {
     "path": Text(),
     "name": _Name(),
     "repeats": Integer(1, 10_000),
-    "sizes": _Sizes(),
+    "sizes": Sizes(),
     "weight": Number(above=0),
     "use": OneOf(("train", "prior", "validation")),
     "caption_column": Either(_NULL, Text()),

@@ -17,7 +17,7 @@ from lightning_cp.app.settings.components import (
     components_of,
     read_file,
 )
-from lightning_cp.app.settings.data_folders import data_folders
+from lightning_cp.app.settings.data_folders import Sizes, data_folders
 from lightning_cp.app.settings.mixture import check_mixture
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
@@ -255,11 +255,10 @@ def _rows(config: DictConfig) -> Iterator[bytes]:
 
 def _check_encoding(config: DictConfig) -> None:
     sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
-    pair, count = Each(Integer(1), 2), Integer(1)
-    if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(pair.passes, sizes))):
+    if not Sizes().passes(sizes):
         raise SettingsError(f"data.sizes={show(sizes)} is not valid: must be null or pairs such as [[480,832]]")
     counts = frames if isinstance(frames, list) and frames else [frames]
-    if frames is not None and not all(map(count.passes, counts)):
+    if frames is not None and not all(map(Integer(1).passes, counts)):
         raise SettingsError(
             f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from lightning.fabric.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
@@ -25,9 +24,10 @@ from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
-from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
+from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
+from lightning_cp.data.workers import seeds_of_loader
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.finetune.divided_data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch
@@ -123,8 +123,7 @@ class TrainingSetup(ABC):
             collate_fn=divided.collate if divided else self.collate,
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
-            worker_init_fn=worker_init_fn(self.config.seed, data_shard.rank),
-            generator=torch.Generator().manual_seed(self.config.seed),  # iter() draws from it
+            **seeds_of_loader(self.config.seed, data_shard.rank),
         )
 
     def start(

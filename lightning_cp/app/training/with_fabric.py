@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.app.training.setup import TrainingSetup
-from lightning_cp.finetune.divided_data import degree_of
+from lightning_cp.finetune.divided_data import set_degree
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard
@@ -55,12 +55,13 @@ def fit_with_fabric(
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            with degree_of(data, fabric.strategy):
-                for part in tuning.micro_batches(data, step=run.state.step, first_index=sampler.first_index):
-                    # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
-                    with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
-                        loss, sigma = tuning.loss(part)
-                        fabric.backward(steps.add(loss, sigma))
+            set_degree(data, fabric.strategy)
+            for part in tuning.micro_batches(data, step=run.state.step, first_index=sampler.first_index):
+                # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
+                with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
+                    loss, sigma = tuning.loss(part)
+                    fabric.backward(steps.add(loss, sigma))
+            set_degree(None, fabric.strategy)
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(max_norm=config.gradient_clip_val)
             optimizer.step()

@@ -16,6 +16,7 @@ from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.finetune.families import Family
+from lightning_cp.rules import Integer
 from lightning_cp.training.ema import full_tensor
 
 _RANK = 16  # of a new adapter
@@ -54,17 +55,17 @@ class LoraSettings:
     lokr: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
+        if self.rank is not None and not Integer(1).passes(self.rank):
             raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1, or None")
         for name, rank in (self.ranks or {}).items():
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            if not Integer(1).passes(rank):
                 raise ValueError(f"lora.ranks={dict(self.ranks or {})}: {name} must be an integer of at least 1")
         if self.file is not None and (self.ranks or self.dora or self.lokr is not None):
             raise ValueError(
                 "lora.ranks, lora.dora and lora.lokr do not work with lora.file: only a LoRA of one rank is continued"
             )
         if self.lokr is not None:
-            if isinstance(self.lokr, bool) or not isinstance(self.lokr, int) or (self.lokr < 2 and self.lokr != -1):
+            if not Integer(-1).passes(self.lokr) or self.lokr in (0, 1):
                 raise ValueError(f"lora.lokr={self.lokr!r} must be an integer of at least 2, -1, or None")
             if self.dora or self.dropout:
                 raise ValueError("lora.dora and lora.dropout do not work with lora.lokr: leave one of them out")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_cp.data.keyed_random import hashed_seed
 
 ADAPTER = "default"  # name of the adapter in the transformer
 _FACTORS = ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")  # of LoKr; the first one starts at zero
@@ -41,8 +42,7 @@ def set_factors(layer: Any, name: str, seed: int) -> None:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator().manual_seed(hashed_seed(f"{seed}/{name}"))
 
 
 def _drawn(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -89,6 +89,12 @@ class Grid:
     frames_first: bool = False
     least_frames: int = 1
 
+    @classmethod
+    def of_clips(cls, facts: Facts) -> Grid:
+        """Build the grid of clips from the facts `spatial` and `temporal`, of the VAE, and `patch`."""
+        patch = tuple(facts["patch"])
+        return cls(pixels=facts["spatial"] * patch[1], frame_step=facts["temporal"], patch=patch)
+
     def check(self, *, height: int, width: int, frames: int = 1) -> None:
         """Raise FamilyError if media of this size cannot be encoded without cropping."""
         for name, value in (("height", height), ("width", width)):

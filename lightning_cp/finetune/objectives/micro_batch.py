@@ -72,7 +72,7 @@ def micro_batches(
     """Yield the micro-batches of a rank's batch; the last one may have fewer samples.
 
     Args:
-        batch: samples of one size, or the parts of a divided batch, each of which is a micro-batch.
+        batch: samples of one size, or a divided batch: each of its parts is a micro-batch.
         size: largest number of samples of a micro-batch; None: all samples. A divided batch has its own sizes.
         first_index: see `Objective.loss`; a divided batch has its own indices.
         objective, family, step: see `Objective.loss`.

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_cp.files import read_regular, why_not_regular
+from lightning_cp.rules import Integer
 
 _SET_BY_SAMPLER = ("control_image", "generator", "output_type", "return_dict")
 _SIZES = ("height", "width", "num_frames")  # arguments that leave the number of forwards as it is
@@ -93,7 +94,7 @@ def _entry(entry: Any, folder: Path, where: str) -> SamplePrompt:
     prompt, seed, image = call.pop("prompt", None), call.pop("seed", None), call.pop("image", None)
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{where} has prompt={prompt!r:.100}: must be a text (a number needs quotes)")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63):
+    if seed is not None and not Integer(0, (1 << 63) - 1).passes(seed):
         raise ValueError(f"{where} has seed={seed!r:.100}: must be a whole number of at least 0")
     if reserved := [name for name in _SET_BY_SAMPLER if name in call]:
         raise ValueError(f"{where} has {reserved[0]}, which is set for each sample: leave it out")

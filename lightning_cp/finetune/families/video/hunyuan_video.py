@@ -66,8 +66,7 @@ class HunyuanVideo(Family):
     @property
     @override
     def grid(self) -> Grid:
-        patch = tuple(self.facts["patch"])
-        return Grid(pixels=self.facts["spatial"] * patch[1], frame_step=self.facts["temporal"], patch=patch)
+        return Grid.of_clips(self.facts)
 
     @property
     @override

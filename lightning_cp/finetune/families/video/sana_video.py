@@ -45,8 +45,7 @@ class SanaVideo(Sana):
     @property
     @override
     def grid(self) -> Grid:
-        patch = tuple(self.facts["patch"])
-        return Grid(pixels=self.facts["spatial"] * patch[1], frame_step=self.facts["temporal"], patch=patch)
+        return Grid.of_clips(self.facts)
 
     @override
     def clean(self, stored: Stored, noise: Any = None) -> Tensor:

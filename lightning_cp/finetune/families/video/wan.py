@@ -60,8 +60,7 @@ class Wan(Family):
     @property
     @override
     def grid(self) -> Grid:
-        patch = tuple(self.facts["patch"])
-        return Grid(pixels=self.facts["spatial"] * patch[1], frame_step=self.facts["temporal"], patch=patch)
+        return Grid.of_clips(self.facts)
 
     @property
     @override
