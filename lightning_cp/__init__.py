@@ -9,6 +9,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from lightning_cp.attention import context_parallel_attention
+    from lightning_cp.attention.sparse import SparseMask
     from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
@@ -19,6 +20,7 @@ __all__ = [
     "ContextParallelInput",
     "ContextParallelOutput",
     "ParallelConfig",
+    "SparseMask",
     "apply_context_parallel",
     "check_plan",
     "context_parallel_attention",
@@ -33,6 +35,7 @@ __all__ = [
 _HOMES = {
     "ContextParallelInput": "lightning_cp.compat.diffusers_names",
     "ContextParallelOutput": "lightning_cp.compat.diffusers_names",
+    "SparseMask": "lightning_cp.attention.sparse",
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",
     "check_plan": "lightning_cp.engine",

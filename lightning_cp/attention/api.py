@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lightning_cp.attention.arguments import attention_dtype, check_settings, ch
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, four_dims, report_refusal, settings_of
 from lightning_cp.attention.derivatives import call_attention
+from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.config import context_config
 from lightning_cp.mesh.groups import SINGLE_RANK, groups_for
 
@@ -31,6 +32,7 @@ def context_parallel_attention(
     q_lengths: Sequence[int] | None = ...,
     kv_lengths: Sequence[int] | None = ...,
     shares: Sequence[float] | None = ...,
+    block_mask: Any = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -50,6 +52,7 @@ def context_parallel_attention(
     q_lengths: Sequence[int] | None = ...,
     kv_lengths: Sequence[int] | None = ...,
     shares: Sequence[float] | None = ...,
+    block_mask: Any = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -68,6 +71,7 @@ def context_parallel_attention(
     q_lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
     shares: Sequence[float] | None = None,
+    block_mask: Any = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `F.scaled_dot_product_attention` over tokens sharded across the ranks of a context group.
@@ -91,6 +95,9 @@ def context_parallel_attention(
             an exchange of sizes (and a host synchronisation) per call.
         shares: for unequal devices, the weight of each rank of the context group, by which Ulysses divides heads;
             None: equal. Tokens are divided by the caller (`strategy.shard`). Not with `start_ulysses`.
+        block_mask: a `BlockMask` of torch's flex attention, or a `SparseMask`, over the whole sequence, the same on all
+            ranks. Empty blocks cost no computation, and ranks send each other only the keys of blocks that
+            are not empty. Not with attn_mask, is_causal or start_ulysses.
         return_lse: also return the log-sum-exp (LSE).
     Returns: out [batch, seq_local, heads, head_dim] in the inputs' dtype, contiguous; with `return_lse` also lse
         [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query without a key to attend to has
@@ -109,6 +116,8 @@ def context_parallel_attention(
         Unified r x u: the Ulysses bytes with n = u, plus the ring bytes with n = r, u s tokens and g / u KV heads.
         Masks: a mask of the local keys is sent with K and V around the ring, in forward and backward ("allgather"
         mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
+        With block_mask a rank sends each other rank of the ring only the keys of blocks that are not empty for that
+        rank, in c exchanges with all ranks; "alltoall" mode rotates chunks if these keys would take more than two.
         "alltoall" mode pads every tensor to 16 bytes. Without lengths, forward first exchanges 16 ints.
     Gradient: exact for query, key and value, through out and lse. A second derivative raises NotImplementedError.
     Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
@@ -121,6 +130,7 @@ def context_parallel_attention(
     try:
         check_types(query=query, key=key, value=value, attn_mask=attn_mask)
         check_settings(dropout_p, is_causal, scale, enable_gqa)
+        sparse = None if block_mask is None else SparseMask.from_block_mask(block_mask)
         sizes = [lengths_of(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
         if q_lengths is None or kv_lengths is None:
@@ -131,7 +141,11 @@ def context_parallel_attention(
     )
     lengths = (sizes[0], sizes[1])
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-        return attend_across(query, key, value, attn_mask, settings, lengths=lengths, return_lse=return_lse)
+        return attend_across(
+            query, key, value, attn_mask, settings, lengths=lengths, sparse=sparse, return_lse=return_lse
+        )
+    if sparse is not None:
+        raise ValueError("block_mask cannot be used with start_ulysses: pass tensors")
     if groups.shares is not None:
         raise ValueError(f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares")
     return attend_in_transit(query, key, value, attn_mask, settings, lengths=lengths, return_lse=return_lse)
@@ -145,6 +159,7 @@ def attend_across(
     settings: Settings,
     *,
     lengths: tuple[list[int], list[int]],
+    sparse: SparseMask | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `context_parallel_attention` from resolved settings, for the engine. Traceable by torch.compile.
@@ -155,5 +170,6 @@ def attend_across(
     mask = four_dims(mask, key)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
-    out, lse = call_attention(query, key, value, mask, *lengths, return_lse, *settings)
+    handle = None if sparse is None else sparse.handle()
+    out, lse = call_attention(query, key, value, mask, handle, *lengths, return_lse, *settings)
     return (out, lse) if return_lse else out

@@ -139,7 +139,7 @@ def attend_in_transit(
     chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
     causal, scale, _, *others = settings
     options = (causal, scale, ring_groups(groups).name, *others)
-    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, *chunks, True, *options)
+    out, lse = call_attention(q.wait(), k.wait(), v.wait(), mask, None, *chunks, True, *options)
     return (_to_tokens(out, to), _to_tokens(lse, to)) if return_lse else _to_tokens(out, to)
 
 

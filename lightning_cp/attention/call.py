@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.attention.keys import Ring
+from lightning_cp.attention.sparse.local import LocalMask
+from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig
@@ -80,7 +83,14 @@ def four_dims(mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: MeshGroups, settings: Settings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    groups: MeshGroups,
+    settings: Settings,
+    has_block_mask: bool = False,
 ) -> None:
     """Check shapes, dtypes, mask and kernel of a call. Raises: ShapeError, KernelError."""
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
@@ -114,7 +124,10 @@ def check_tensors(
             )
         if mask.requires_grad:
             raise ShapeError("attn_mask requires grad, but its gradient is not computed: detach it")
-    choose_kernel(settings.kernel, q, mask)
+    if has_block_mask and (mask is not None or settings.causal):
+        other = "is_causal=True" if mask is None else "attn_mask"
+        raise ShapeError(f"block_mask and {other} cannot be used together: let mask_mod decide both")
+    choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1) if has_block_mask else mask)
 
 
 _MASKS = (
@@ -123,7 +136,7 @@ _MASKS = (
 )
 
 
-_SIGNATURE = 16  # ints that describe a rank's call; all zero: the rank rejected its arguments
+_SIGNATURE = 17  # ints that describe a rank's call; all zero: the rank rejected its arguments
 
 
 def report_refusal(groups: MeshGroups) -> None:
@@ -142,6 +155,7 @@ def exchange_lengths(
     kv_lengths: list[int],
     groups: MeshGroups,
     settings: Settings,
+    sparse: SparseMask | None = None,
 ) -> Lengths:
     """Return the lengths of all ranks and the kind of mask; all-gather them if the arguments do not determine both.
 
@@ -152,7 +166,7 @@ def exchange_lengths(
     """
 
     def check() -> None:
-        check_tensors(q, k, v, mask, groups=groups, settings=settings)
+        check_tensors(q, k, v, mask, groups=groups, settings=settings, has_block_mask=sparse is not None)
         _check_lengths("q_lengths", q_lengths, q.shape[1], groups)
         _check_lengths("kv_lengths", kv_lengths, k.shape[1], groups)
 
@@ -162,11 +176,30 @@ def exchange_lengths(
         lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
         if mask is not None:
             lengths = _add_mask_kind(lengths, mask, q, k)
+        if sparse is not None and groups.context is not None:
+            groups.keep(("block_mask", sparse.checksum), partial(_compare_block_masks, sparse, groups))
     else:
-        lengths = _exchange(q, k, mask, check=check, groups=groups, settings=settings)
+        lengths = _exchange(q, k, mask, check=check, groups=groups, settings=settings, sparse=sparse)
+    if sparse is not None:
+        sparse.check_shapes(q.shape[0], q.shape[2], sum(lengths.query), sum(lengths.key))
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
+
+
+def _compare_block_masks(sparse: SparseMask, groups: MeshGroups) -> bool:
+    """Check that ranks have the same mask, at its first use. Ranks: the context group. Raises: PeerMismatchError."""
+    assert groups.context is not None, "only several ranks compare"
+    checksums = [checksum for (checksum,) in all_gather_ints([sparse.checksum], group=groups.context)]
+    if len(set(checksums)) > 1:
+        raise PeerMismatchError(_DIFFERENT_MASKS.format(checksums))
+    return True
+
+
+_DIFFERENT_MASKS = (
+    "block_mask differs between the ranks of a context group (checksums {}): pass the mask of the whole sequence, the "
+    "same on all ranks"
+)
 
 
 def are_known(q_lengths: list[int], kv_lengths: list[int], mask: Tensor | None, groups: MeshGroups) -> bool:
@@ -216,6 +249,7 @@ def _exchange(
     check: Callable[[], None],
     groups: MeshGroups,
     settings: Settings,
+    sparse: SparseMask | None,
 ) -> Lengths:
     """All-gather shapes, and a flag for valid arguments, so that bad input on one rank raises on all ranks."""
     refused: ValueError | None = None
@@ -223,7 +257,7 @@ def _exchange(
         check()
         scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
-        shape.append(zlib.crc32(repr(groups.shares).encode()))
+        shape += [zlib.crc32(repr(groups.shares).encode()), -1 if sparse is None else sparse.checksum]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
     except ValueError as error:
@@ -241,7 +275,8 @@ def _exchange(
         listing = "; ".join(f"rank {rank}: {other[5:]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            f"heads, head size, key heads, dtype, causal, bits of scale, checksum of shares): {listing}"
+            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, checksum of block_mask): "
+            f"{listing}"
         )
     lengths = Lengths(tuple(other[1] for other in signatures), tuple(other[2] for other in signatures))
     if mask is None:
@@ -258,24 +293,40 @@ def _exchange(
     return replace(lengths, mask_kind=kinds[0], mask_query_sizes=tuple(other[3] for other in signatures))
 
 
-def ring_of(lengths: Lengths, *, groups: MeshGroups, settings: Settings) -> Ring:
-    """Return the ring settings of a call. A chunk of the ring is all tokens of one Ulysses group."""
+def ring_of(
+    lengths: Lengths,
+    *,
+    groups: MeshGroups,
+    settings: Settings,
+    sparse: SparseMask | None = None,
+    heads: slice = slice(None),
+    device: torch.device | None = None,
+) -> Ring:
+    """Return the ring settings of a call. A chunk of the ring is all tokens of one Ulysses group.
+
+    Args: heads, device: this rank's query heads, and the device of attention, for the mask `sparse`.
+    """
     rings, ulysses = groups.context_shape
 
     def chunk_lengths(local: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sum(local[i * ulysses : (i + 1) * ulysses]) for i in range(rings))
 
-    starts = [0, *accumulate(chunk_lengths(lengths.query))]
+    starts, mask = [0, *accumulate(chunk_lengths(lengths.query))], None
+    if sparse is not None:
+        assert device is not None, "masks are evaluated for a device"
+        chunks = chunk_lengths(lengths.query), chunk_lengths(lengths.key)
+        mask = LocalMask(sparse, *chunks, rank=groups.ring_rank, heads=heads, device=device)
     return Ring(
         group=groups.ring,
         q_start=starts[groups.ring_rank],
         kv_lengths=chunk_lengths(lengths.key),
-        mask_kind=lengths.mask_kind,
+        mask_kind=lengths.mask_kind if mask is None else "query_mask",
         causal=settings.causal,
         scale=settings.scale,
         kernel=settings.kernel,
         rotate_method=settings.rotate_method,
         accumulate_fp32=settings.accumulate_fp32,
+        sparse=mask,
     )
 
 

@@ -45,7 +45,7 @@ _NO_DERIVATIVE_OF_A_TANGENT = (
     "loss on a model that is not context-parallel"
 )
 
-_SETTINGS = 7  # index of the first setting in the operator's arguments
+_SETTINGS = 8  # index of the first setting in the operator's arguments
 _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)  # keys of plain tensors, that is, of calls that only a device handles
 
 
@@ -63,17 +63,17 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
     """Save tensors for the derivatives.
 
-    Returns: q, k, v, out, lse and mask after the Ulysses exchange, lengths, and with Ulysses the result lse. Autograd
-        finds through it that a gradient depends on the inputs: no other saved tensor has a graph then.
+    Returns: q, k, v, out, lse and mask after the Ulysses exchange, block mask, lengths, and with Ulysses the result
+        lse. Autograd finds through it that a gradient depends on the inputs: no other saved tensor has a graph then.
     """
-    query, key, value, mask, _, _, with_lse, *settings = inputs
+    query, key, value, mask, block_mask, _, _, with_lse, *settings = inputs
     out, lse, *ring_tensors, encoded_lengths = output
     saved: tuple[Tensor | None, ...]
     if ring_tensors[0].ndim == 4:
         q, k, v, m, part_out, part_lse = ring_tensors
-        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths, lse)
+        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, block_mask, encoded_lengths, lse)
     else:
-        saved = (query, key, value, out, lse, mask, encoded_lengths, None)
+        saved = (query, key, value, out, lse, mask, block_mask, encoded_lengths, None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
@@ -83,17 +83,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    *saved, mask, encoded_lengths, lse = ctx.saved_tensors
+    *saved, mask, block_mask, encoded_lengths, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
     with STATS.inside_module(ctx.module):
         if torch.is_grad_enabled() or transforms_are_on():
             grads = _AttentionBackward.apply(
-                lse, grad_out, grad_lse, *saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings
+                lse, grad_out, grad_lse, *saved, mask, block_mask, encoded_lengths, ctx.key_shape, *ctx.settings
             )  # type: ignore[no-untyped-call]
         else:
-            grads = attention_backward(grad_out, grad_lse, saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings)
-    return *grads, *[None] * 11
+            grads = attention_backward(
+                grad_out, grad_lse, saved, mask, block_mask, encoded_lengths, ctx.key_shape, *ctx.settings
+            )
+    return *grads, *[None] * 12
 
 
 class _Dispatched(torch.autograd.Function):
@@ -208,10 +210,10 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query_shape, key_shape, with_lse, *settings = arguments[10:]
+        query_shape, key_shape, with_lse, *settings = arguments[11:]
         shapes = (query_shape, key_shape, key_shape)
         return attention_tangents(
-            arguments[:3], arguments[3:10], shapes=shapes, with_lse=with_lse, settings=Settings(*settings)
+            arguments[:3], arguments[3:11], shapes=shapes, with_lse=with_lse, settings=Settings(*settings)
         )
 
     @staticmethod

@@ -7,7 +7,7 @@ of one slice each, used in turn. The transfer of the first slice overlaps with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,19 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.joint_heads import tokens_first
-from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
+from lightning_cp.attention.keys import (
+    ChunkMask,
+    Mask,
+    OnlineSoftmax,
+    Ring,
+    attend_keys,
+    grad_of,
+    key_grads,
+    mask_of,
+    part_of,
+)
+from lightning_cp.attention.sparse.local import NEEDED
+from lightning_cp.attention.sparse.needed import NeededGradReducer, needed_keys
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Piece
 from lightning_cp.comm.packets import all_gather_tensors
@@ -28,7 +40,10 @@ SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 class _KeyPiece(NamedTuple):
-    """Keys of one kernel call. `start`: global position of the first key; K and V: [b, sk, heads, d]."""
+    """Keys of one kernel call. K and V: [b, sk, heads, d].
+
+    Attributes: start: global position of the first key; negative: the keys that a sparse mask needs of other ranks.
+    """
 
     start: int
     key: Tensor
@@ -36,7 +51,7 @@ class _KeyPiece(NamedTuple):
 
     @property
     def positions(self) -> range:
-        return range(self.start, self.start + self.key.shape[1])
+        return NEEDED if self.start < 0 else range(self.start, self.start + self.key.shape[1])
 
 
 def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
@@ -45,12 +60,12 @@ def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ri
     Args, Returns: see `ring_forward`.
     Ranks: all of `ring.group`. Each sends its K and V, and a key mask, n - 1 times.
     """
-    mask, parts = _mask_of_all(mask, ring), []
+    of_queries, parts = _mask_of_all(mask, ring), []
     for heads, pieces in _gathered(q, k, v, ring):
         own_q = q[:, :, heads.query]
         softmax = OnlineSoftmax(own_q, ring)
         for keys in pieces:
-            piece_mask = mask_of(mask, heads, keys.positions)
+            piece_mask = mask_of(of_queries, heads, keys.positions)
             softmax.add(attend_keys(own_q, keys.key, keys.value, piece_mask, start=keys.start, ring=ring))
         parts.append(softmax.merged())
     if len(parts) == 1:
@@ -74,13 +89,16 @@ def gathered_backward(
     Ranks: all of `ring.group`. Each sends its K, V and mask n - 1 times, and dK and dV of every other rank's keys (in
         float32 if `accumulate_fp32`).
     """
-    mask, reducer, queries = _mask_of_all(mask, ring), _GatheredGradReducer(k, ring), []
+    of_queries, queries = _mask_of_all(mask, ring), []
+    reducer: _GatheredGradReducer | NeededGradReducer = _GatheredGradReducer(k, ring)
+    if ring.sparse is not None:
+        reducer = NeededGradReducer(k, ring.accumulation_dtype(k.dtype), ring.sparse.needs, group=ring.process_group)
     for heads, pieces in _gathered(q, k, v, ring):
         own_grad, own_q, own_part = grad_of(grad, heads), q[:, :, heads.query], part_of(part, heads)
         total: Tensor | None = None
         piece_grads: list[tuple[int, Grads]] = []
         for keys in pieces:
-            piece_mask = mask_of(mask, heads, keys.positions)
+            piece_mask = mask_of(of_queries, heads, keys.positions)
             grads = key_grads(own_grad, own_q, keys.key, keys.value, own_part, piece_mask, start=keys.start, ring=ring)
             if grads is None:
                 continue
@@ -95,7 +113,7 @@ def gathered_backward(
 
 def gathered_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
-) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[Heads, int, Tensor, Tensor, ChunkMask]]:
     """Yield all keys of the ring in pieces: heads, global position of the first key, K, V and mask.
 
     Args:
@@ -103,17 +121,23 @@ def gathered_keys(
         k, v: [b, sk_local, hk, any], with the same last dim.
     Ranks: all of `ring.group`.
     """
-    mask = _mask_of_all(mask, ring)
+    of_queries = _mask_of_all(mask, ring)
     for heads, pieces in _gathered(q, k, v, ring):
         for keys in pieces:
-            yield heads, keys.start, keys.key, keys.value, mask_of(mask, heads, keys.positions)
+            yield heads, keys.start, keys.key, keys.value, mask_of(of_queries, heads, keys.positions)
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_KeyPiece]]]:
     """Yield K and V of all ranks, one slice of heads at a time; the next slice is received while this one is used.
 
-    Tokens are gathered as [s, b, heads of K and of V, d], so that all keys of the ring lie in place.
+    Tokens are gathered as [s, b, heads of K and of V, d], so that all keys of the ring lie in place. With a sparse mask
+    only the keys that it needs are received.
     """
+    if ring.sparse is not None:
+        own, needs = ring.keys_of(ring.rank).start, ring.sparse.needs
+        for heads, wait in needed_keys(k, v, _slices(q, k, needs.largest), needs, group=ring.process_group):
+            yield heads, _own_and_needed(_KeyPiece(own, k[:, :, heads.key], v[:, :, heads.key]), wait)
+        return
     slices, total = _slices(q, k, sum(ring.kv_lengths)), sum(ring.kv_lengths)
     largest = max(heads.num_keys for heads in slices)
     buffers = [BUFFERS.take(total * _token_bytes(k, largest), k) for _ in slices[:2]]
@@ -137,6 +161,12 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Hea
         yield heads, _pieces(received, pending, local_keys, q, ring)
         BUFFERS.give(local)
     BUFFERS.give(*buffers)
+
+
+def _own_and_needed(own: _KeyPiece, wait: Callable[[], tuple[Tensor, Tensor]]) -> Iterator[_KeyPiece]:
+    """Yield this rank's keys, to be used while the others are received, and the needed keys of other ranks."""
+    yield own
+    yield _KeyPiece(NEEDED.start, *wait())
 
 
 def _pieces(
@@ -225,11 +255,13 @@ def _token_bytes(k: Tensor, num_keys: int, dtype: torch.dtype | None = None) -> 
     return 2 * k.shape[0] * num_keys * k.shape[3] * (dtype or k.dtype).itemsize
 
 
-def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
+def _mask_of_all(mask: Tensor | None, ring: Ring) -> Mask:
     """Return the mask over all keys, [b or 1, hq or 1, sq or 1, sk_global]; a key mask is all-gathered.
 
     Ranks: all of `ring.group` for a key mask.
     """
+    if ring.sparse is not None:
+        return ring.sparse
     if mask is None or ring.mask_kind != "key_mask":
         return mask
     layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]

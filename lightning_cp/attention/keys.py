@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.merge import accumulator, merge
+from lightning_cp.attention.sparse.local import LocalMask, attend_tiles, attend_tiles_backward
+from lightning_cp.attention.sparse.tiles import Tiles
 from lightning_cp.kernels import (
     Grads,
     Inputs,
@@ -45,6 +48,7 @@ class Ring:
         kernel: one of `kernels.KERNEL_NAMES`.
         rotate_method: "allgather" (`gathered.py`) or "alltoall" (`ring.py`).
         accumulate_fp32: True: merge and sum in float32 (float64 for float64 inputs). False: in the inputs' dtype.
+        sparse: the sparse mask for this rank; None: no such mask.
     """
 
     group: dist.ProcessGroup | None
@@ -56,6 +60,7 @@ class Ring:
     kernel: str
     rotate_method: str
     accumulate_fp32: bool
+    sparse: LocalMask | None = None
     chosen: dict[Hashable, Kernel] = field(default_factory=dict, repr=False, compare=False)
 
     def kernel_for(self, query: Tensor, mask: Tensor | None) -> Kernel:
@@ -65,6 +70,11 @@ class Ring:
         if kernel is None:
             kernel = self.chosen[facts] = choose_kernel(self.kernel, query, mask)
         return kernel
+
+    @property
+    def gathers(self) -> bool:
+        """True if keys are gathered (`gathered.py`), False if they are rotated around the ring (`ring.py`)."""
+        return self.rotate_method == "allgather" or (self.sparse is not None and self.sparse.sends_few)
 
     @property
     def rank(self) -> int:
@@ -97,15 +107,21 @@ def grad_of(grad: PartialAttentionGrad, heads: Heads) -> PartialAttentionGrad:
     return PartialAttentionGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
 
 
-def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:
+Mask = Tensor | LocalMask | None  # of the local queries: over all keys, or over the local keys (key mask)
+ChunkMask = Tensor | Tiles | None  # over one chunk of keys
+
+
+def mask_of(mask: Mask, heads: Heads, keys: range) -> ChunkMask:
     """Slice a mask to some heads and some keys.
 
     Args:
         mask: [b or 1, hq or 1, sq or 1, sk_global], over all keys.
-        keys: global positions of the keys.
+        keys: places of the keys among those of the ring.
     """
     if mask is None:
         return None
+    if isinstance(mask, LocalMask):
+        return mask.tiles(heads, keys)
     return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, keys.start : keys.stop]
 
 
@@ -116,10 +132,8 @@ class _ChunkMask(NamedTuple):
     causal: bool
 
 
-def attend_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, start: int, ring: Ring
-) -> PartialAttention | None:
-    """Compute attention of the local queries over one chunk of keys; None if causality hides the whole chunk.
+def attend_keys(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, *, start: int, ring: Ring) -> PartialAttention | None:
+    """Compute attention of the local queries over one chunk of keys; None if no query sees a key of it.
 
     Args:
         q: [b, sq_local, hq, d].
@@ -127,6 +141,12 @@ def attend_keys(
         mask: [b or 1, hq or 1, sq_local or 1, sk], over the keys of the chunk; None: no mask.
         start: global position of the first key of the chunk.
     """
+    if isinstance(mask, Tiles):
+        return (
+            None
+            if mask.is_empty
+            else attend_tiles(partial(ring.kernel_for, q), q, k, v, mask, scale=ring.scale, kernel=ring.kernel)
+        )
     chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
     if chunk_mask is None:
         return None
@@ -140,18 +160,23 @@ def key_grads(
     k: Tensor,
     v: Tensor,
     part: PartialAttention,
-    mask: Tensor | None,
+    mask: ChunkMask,
     *,
     start: int,
     ring: Ring,
 ) -> Grads | None:
-    """Compute this rank's gradients through one chunk of keys; None if causality hides the whole chunk.
+    """Compute this rank's gradients through one chunk of keys; None if no query sees a key of it.
 
     Args:
         grad: gradients of out and lse.
         part: out and lse over all keys of the ring.
         q, k, v, mask, start: see `attend_keys`.
     """
+    if isinstance(mask, Tiles):
+        if mask.is_empty:
+            return None
+        kernel_for = partial(ring.kernel_for, q)
+        return attend_tiles_backward(kernel_for, grad, q, k, v, part, mask, scale=ring.scale, kernel=ring.kernel)
     chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
     if chunk_mask is None:
         return None
@@ -171,7 +196,7 @@ def key_grads(
 
 
 def key_tangents(
-    inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, start: int, ring: Ring
+    inputs: Inputs, tangents: Inputs, lse: Tensor, mask: ChunkMask, *, start: int, ring: Ring
 ) -> PartialAttention | None:
     """Compute the contribution of one chunk of keys to the tangents of out and lse.
 
@@ -180,8 +205,9 @@ def key_tangents(
         tangents: tangents of `inputs`.
         lse: LSE over all keys of the ring.
         mask, start: see `attend_keys`.
-    Returns: the sums of `TangentKernel.tangents`; None if causality hides the whole chunk.
+    Returns: the sums of `TangentKernel.tangents`; None if no query sees a key of the chunk.
     """
+    mask = mask.whole() if isinstance(mask, Tiles) else mask
     chunk_mask = _chunk_mask(inputs.query, inputs.key, mask, start=start, ring=ring)
     if chunk_mask is None:
         return None

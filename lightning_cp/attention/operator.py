@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
 from lightning_cp.attention.prepared import prepare_attention, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
+from lightning_cp.attention.sparse.mask import mask_of_handle
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compat.compiler_options import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
@@ -48,6 +49,7 @@ def run_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    block_mask: Tensor | None,
     q_lengths: list[int],
     kv_lengths: list[int],
     with_lse: bool,
@@ -55,10 +57,18 @@ def run_attention(
 ) -> ForwardResults:
     """Compute attention: query [b, s_local, hq, d] -> out, same shape, and lse [b, s_local, hq].
 
-    With Ulysses lse is empty unless `with_lse`. The other arguments: see `exchange_lengths` and `Settings`.
+    With Ulysses lse is empty unless `with_lse`. block_mask: see `SparseMask.handle`. The other arguments: see
+    `exchange_lengths` and `Settings`.
     """
     call = prepare_attention(
-        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, settings=Settings(*settings)
+        query,
+        key,
+        value,
+        mask,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        settings=Settings(*settings),
+        sparse=None if block_mask is None else mask_of_handle(block_mask),
     )
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:
@@ -82,7 +92,8 @@ def run_attention(
 attention = _define(
     run_attention,
     "attention",
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, SymInt[] q_lengths, SymInt[] kv_lengths, bool with_lse",
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? block_mask, "
+    "SymInt[] q_lengths, SymInt[] kv_lengths, bool with_lse",
     len(get_args(ForwardResults)),
 )
 
@@ -93,6 +104,7 @@ def _(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    block_mask: Tensor | None,
     q_lengths: list[int],
     kv_lengths: list[int],
     with_lse: bool,
@@ -101,7 +113,8 @@ def _(
     keep_order_of_attentions()
     call = Settings(*settings)
     mesh_groups = groups_by_name(call.groups)
-    check_tensors(query, key, value, mask, groups=mesh_groups, settings=call)
+    has_block_mask = block_mask is not None
+    check_tensors(query, key, value, mask, groups=mesh_groups, settings=call, has_block_mask=has_block_mask)
     lse_dtype = accumulation_dtype_of(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
     encoded_lengths = torch.empty(3 * mesh_groups.context_size + 1, dtype=torch.int64, device="cpu")
@@ -141,6 +154,7 @@ def run_attention_backward(
     grad_lse: Tensor | None,
     saved: list[Tensor],
     mask: Tensor | None,
+    block_mask: Tensor | None,
     encoded_lengths: Tensor,
     key_shape: list[int],
     *settings: Any,
@@ -151,11 +165,19 @@ def run_attention_backward(
         grad_lse: gradient of lse; None if lse was not used.
         saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange. See `ForwardResults`.
         mask: mask after the Ulysses exchange.
+        block_mask: see `SparseMask.handle`.
         encoded_lengths: result of `encode_lengths`.
         key_shape: shape of the key passed to forward.
         settings: see `Settings`.
     """
-    ring, ulysses = prepared_again(encoded_lengths, grad_out.shape[2], key_shape[2], settings=Settings(*settings))
+    ring, ulysses = prepared_again(
+        encoded_lengths,
+        grad_out.shape[2],
+        key_shape[2],
+        settings=Settings(*settings),
+        sparse=None if block_mask is None else mask_of_handle(block_mask),
+        device=grad_out.device,
+    )
     q, k, v, out, lse = saved
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)
@@ -174,7 +196,8 @@ def run_attention_backward(
 attention_backward = _define(
     run_attention_backward,
     "attention_backward",
-    "Tensor grad_out, Tensor? grad_lse, Tensor[] saved, Tensor? mask, Tensor encoded_lengths, SymInt[] key_shape",
+    "Tensor grad_out, Tensor? grad_lse, Tensor[] saved, Tensor? mask, Tensor? block_mask, Tensor encoded_lengths, "
+    "SymInt[] key_shape",
     3,
 )
 
@@ -185,6 +208,7 @@ def _(
     grad_lse: Tensor | None,
     saved: list[Tensor],
     mask: Tensor | None,
+    block_mask: Tensor | None,
     encoded_lengths: Tensor,
     key_shape: list[int],
     *settings: Any,

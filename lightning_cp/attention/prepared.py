@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, are_known, exchange_lengths, ring_of, ulysses_of
 from lightning_cp.attention.keys import Ring
+from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 
@@ -33,6 +34,7 @@ def prepare_attention(
     q_lengths: list[int],
     kv_lengths: list[int],
     settings: Settings,
+    sparse: SparseMask | None = None,
 ) -> Prepared:
     """Check a call, and return its exchanges. Kept for later calls, unless ranks have to exchange lengths.
 
@@ -42,28 +44,55 @@ def prepare_attention(
 
     def build() -> Prepared:
         lengths = exchange_lengths(
-            q, k, v, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=groups, settings=settings
+            q,
+            k,
+            v,
+            mask,
+            q_lengths=q_lengths,
+            kv_lengths=kv_lengths,
+            groups=groups,
+            settings=settings,
+            sparse=sparse,
         )
-        ulysses = ulysses_of(lengths, q.shape[2], k.shape[2], groups=groups)
-        return Prepared(ring_of(lengths, groups=groups, settings=settings), ulysses, encode_lengths(lengths))
+        encoded = encode_lengths(lengths)
+        ring, ulysses = _exchanges(lengths, q.shape[2], k.shape[2], settings, sparse, q.device)
+        return Prepared(ring, ulysses, encoded)
 
     if not are_known(q_lengths, kv_lengths, mask, groups):
         return build()
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
     of_mask = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad)
-    return groups.keep((tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
+    keep = groups.keep if sparse is None else sparse.keep
+    return keep((tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
 
 
-def prepared_again(encoded_lengths: Tensor, hq: int, hk: int, *, settings: Settings) -> tuple[Ring, Ulysses | None]:
+def _exchanges(
+    lengths: Lengths, hq: int, hk: int, settings: Settings, sparse: SparseMask | None, device: torch.device
+) -> tuple[Ring, Ulysses | None]:
+    """Return the exchanges of a call. Those with a sparse mask are kept with it."""
+    groups = groups_by_name(settings.groups)
+    ulysses = ulysses_of(lengths, hq, hk, groups=groups)
+    if sparse is None:
+        return ring_of(lengths, groups=groups, settings=settings), ulysses
+    heads = slice(0, hq) if ulysses is None else ulysses.own_heads.query
+
+    def build() -> Ring:
+        return ring_of(lengths, groups=groups, settings=settings, sparse=sparse, heads=heads, device=device)
+
+    return sparse.keep((lengths, settings, heads.start, heads.stop, device), build), ulysses
+
+
+def prepared_again(
+    encoded_lengths: Tensor, hq: int, hk: int, *, settings: Settings, sparse: SparseMask | None, device: torch.device
+) -> tuple[Ring, Ulysses | None]:
     """Return the exchanges of an earlier call. Args: hq, hk: number of query and KV heads of all ranks."""
     groups = groups_by_name(settings.groups)
     numbers: list[int] = encoded_lengths.tolist()
 
     def build() -> tuple[Ring, Ulysses | None]:
-        lengths = _decoded(numbers, groups)
-        return ring_of(lengths, groups=groups, settings=settings), ulysses_of(lengths, hq, hk, groups=groups)
+        return _exchanges(_decoded(numbers, groups), hq, hk, settings, sparse, device)
 
-    return groups.keep((tuple(numbers), hq, hk, settings), build)
+    return build() if sparse is not None else groups.keep((tuple(numbers), hq, hk, settings), build)
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from lightning_cp.attention.gathered import gathered_backward, gathered_forward, gathered_keys
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
+from lightning_cp.attention.keys import (
+    ChunkMask,
+    Mask,
+    OnlineSoftmax,
+    Ring,
+    attend_keys,
+    grad_of,
+    key_grads,
+    mask_of,
+    part_of,
+)
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.ring_exchange import LayoutOf, RingGradReducer, rotate
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
@@ -27,14 +37,15 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and a key mask, and holds two
         remote chunks; with "allgather" see `gathered_forward`.
     """
-    if ring.group is not None and ring.rotate_method == "allgather":
+    if ring.group is not None and ring.gathers:
         return gathered_forward(q, k, v, mask, ring=ring)
+    of_queries = _query_mask(mask, ring)
     if ring.group is None:
-        part = attend_keys(q, k, v, mask, start=0, ring=ring)
+        part = attend_keys(q, k, v, mask_of(of_queries, _all_heads(q, k), range(k.shape[1])), start=0, ring=ring)
         return OnlineSoftmax(q, ring).merged() if part is None else part
     softmax = OnlineSoftmax(q, ring)
     for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
-        softmax.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
+        softmax.add(_attend_chunk(q, chunk, of_queries, owner=owner, ring=ring))
     return softmax.merged()
 
 
@@ -59,9 +70,10 @@ def ring_backward(
         (in float32 if `accumulate_fp32`); with "allgather" see `gathered_backward`.
     """
     if ring.group is None:
-        grads = key_grads(grad, q, k, v, part, mask, start=0, ring=ring)
+        of_keys = mask_of(_query_mask(mask, ring), _all_heads(q, k), range(k.shape[1]))
+        grads = key_grads(grad, q, k, v, part, of_keys, start=0, ring=ring)
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)) if grads is None else grads
-    backward = gathered_backward if ring.rotate_method == "allgather" else _rotated_backward
+    backward = gathered_backward if ring.gathers else _rotated_backward
     return backward(grad, q, k, v, part, mask, ring=ring)
 
 
@@ -78,11 +90,12 @@ def _rotated_backward(
     """Compute `ring_backward` with K and V rotated around the ring, followed by their gradients."""
     dq = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     dk, dv = (x.new_empty(x.shape, dtype=ring.accumulation_dtype(x.dtype)) for x in (k, v))
+    of_queries = _query_mask(mask, ring)
 
     def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
         """Compute the gradients of some heads through the local keys; initializes their dK and dV."""
         keys = ring.keys_of(ring.rank)
-        chunk_mask = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "key_mask" else keys)
+        chunk_mask = mask_of(of_queries, heads, range(len(keys)) if ring.mask_kind == "key_mask" else keys)
         inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
         grads = key_grads(*inputs, chunk_mask, start=keys.start, ring=ring)
         if grads is None:
@@ -97,7 +110,7 @@ def _rotated_backward(
         if owner == ring.rank:
             add_own(first, *chunk[:2])
             continue
-        grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
+        grads = _chunk_grads(grad, q, chunk, part, of_queries, owner=owner, ring=ring)
         if grads is None:
             reducer.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
             continue
@@ -112,7 +125,7 @@ def _rotated_backward(
 
 def ring_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
-) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[tuple[Heads, int, Tensor, Tensor, ChunkMask]]:
     """Yield all keys of the ring, by `ring.rotate_method`: heads, global position of the first key, K, V and mask.
 
     Args:
@@ -123,21 +136,19 @@ def ring_keys(
     if ring.group is not None and ring.rotate_method == "allgather":
         yield from gathered_keys(q, k, v, mask, ring=ring)
         return
-    (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
+    heads, of_queries = _all_heads(q, k), _query_mask(mask, ring)
     if ring.group is None:
-        yield heads, 0, k, v, mask
+        yield heads, 0, k, v, mask_of(of_queries, heads, range(k.shape[1]))
         return
     for owner, chunk in _chunks(ring, k, v, mask):
         keys = ring.keys_of(owner)
-        yield heads, keys.start, chunk[0], chunk[1], _mask_of(chunk, mask, keys)
+        yield heads, keys.start, chunk[0], chunk[1], _mask_of(q, chunk, of_queries, keys)
 
 
-def _attend_chunk(
-    q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring
-) -> PartialAttention | None:
+def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Mask, *, owner: int, ring: Ring) -> PartialAttention | None:
     """Compute attention of the local queries over `owner`'s chunk; None if causality hides the whole chunk."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
-    return attend_keys(q, key, value, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
+    return attend_keys(q, key, value, _mask_of(q, chunk, mask, keys), start=keys.start, ring=ring)
 
 
 def _chunk_grads(
@@ -145,21 +156,28 @@ def _chunk_grads(
     q: Tensor,
     chunk: list[Tensor],
     part: PartialAttention,
-    mask: Tensor | None,
+    mask: Mask,
     *,
     owner: int,
     ring: Ring,
 ) -> Grads | None:
     """Compute this rank's gradients through `owner`'s chunk; None if causality hides the whole chunk."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
-    return key_grads(grad, q, key, value, part, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
+    return key_grads(grad, q, key, value, part, _mask_of(q, chunk, mask, keys), start=keys.start, ring=ring)
 
 
-def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | None:
+def _mask_of(q: Tensor, chunk: list[Tensor], mask: Mask, keys: range) -> ChunkMask:
     """Return the mask of a chunk's keys: received with the chunk (key mask), or a slice of the local query mask."""
-    if len(chunk) > 2:
-        return chunk[2]
-    return None if mask is None else mask[..., keys.start : keys.stop]
+    return chunk[2] if len(chunk) > 2 else mask_of(mask, _all_heads(q, chunk[0]), keys)
+
+
+def _query_mask(mask: Tensor | None, ring: Ring) -> Mask:
+    """Return the mask of the local queries: a sparse mask, or the tensor."""
+    return mask if ring.sparse is None else ring.sparse
+
+
+def _all_heads(q: Tensor, k: Tensor) -> Heads:
+    return slice_heads(q.shape[2], k.shape[2], 1)[0]
 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:

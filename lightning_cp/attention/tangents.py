@@ -19,6 +19,7 @@ from lightning_cp.attention.call import Settings
 from lightning_cp.attention.keys import Ring, key_tangents
 from lightning_cp.attention.prepared import prepared_again
 from lightning_cp.attention.ring import ring_keys
+from lightning_cp.attention.sparse.mask import mask_of_handle
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.kernels import Inputs, PartialAttention
 
@@ -37,14 +38,21 @@ def attention_tangents(
 
     Args:
         tangents: dq, dk and dv, as in the formulas above; None: 0.
-        saved: q, k, v, out, lse, mask and encoded_lengths, saved by `operator.attention`.
+        saved: q, k, v, out, lse, mask, block_mask and encoded_lengths, saved by `operator.attention`.
         shapes: shapes of the inputs query, key and value.
     Ranks: all of the context group.
     """
-    q, k, v, out, lse, mask, encoded_lengths = saved
+    q, k, v, out, lse, mask, block_mask, encoded_lengths = saved
     pairs = zip(tangents, shapes, strict=True)
     changes = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in pairs))
-    ring, ulysses = prepared_again(encoded_lengths, shapes[0][2], shapes[1][2], settings=settings)
+    ring, ulysses = prepared_again(
+        encoded_lengths,
+        shapes[0][2],
+        shapes[1][2],
+        settings=settings,
+        sparse=None if block_mask is None else mask_of_handle(block_mask),
+        device=out.device,
+    )
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)
     if ulysses is not None:

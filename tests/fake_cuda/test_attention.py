@@ -69,17 +69,17 @@ def check(
         q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
         given = mask_of(mask, lengths)
-        found = operator.run_attention(q, k, v, given, *numbers, with_lse, *settings)
-        promised = torch.ops.lightning_cp.attention(q, k, v, given, *numbers, with_lse, *settings)
+        found = operator.run_attention(q, k, v, given, None, *numbers, with_lse, *settings)
+        promised = torch.ops.lightning_cp.attention(q, k, v, given, None, *numbers, with_lse, *settings)
         compare(found, promised)
         out, lse, *kept, _ = found
         saved = list(kept[:3]) + list(kept[4:]) if kept[0].ndim == 4 else [q, k, v, out, lse]
         seen = (kept[3] if kept[3].ndim == 4 else None) if kept[0].ndim == 4 else given
         grad_lse = torch.empty_like(lse) if with_lse else None
-        backward = (torch.empty_like(out), grad_lse, saved, seen, encoded_lengths, list(k.shape), *settings)
+        backward = (torch.empty_like(out), grad_lse, saved, seen, None, encoded_lengths, list(k.shape), *settings)
         grads = operator.run_attention_backward(*backward)
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
-        kept, shapes = [*saved, seen, encoded_lengths], [x.shape for x in (q, k, v)]
+        kept, shapes = [*saved, seen, None, encoded_lengths], [x.shape for x in (q, k, v)]
         auto = settings._replace(kernel="auto")
         changes = attention_tangents((q, k, v), kept, shapes=shapes, with_lse=with_lse, settings=auto)
         compare(changes, (out, lse))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -24,7 +25,7 @@ DEGREES = [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pyt
 
 
 def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
-    """Bytes of forward and of backward."""
+    """Bytes of forward and of backward. The backend's thread frees what it has sent a moment after the transfer."""
     BUFFERS.forget()  # those of other tests could take the place of ours
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, TOKENS // world, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
@@ -40,7 +41,7 @@ def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of functions that diffusers calls
         torch.autograd.backward(attend(), grad)
-        forward = read_trace(record_trace(lambda: out.append(attend())))
+        forward = read_trace(record_trace(lambda: (out.append(attend()), time.sleep(0.1))))
         backward = read_trace(record_trace(lambda: torch.autograd.backward(out.pop(), grad)))
     return forward, backward
 

@@ -33,7 +33,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     groups = groups_for(problem.config).name
     lengths = (list(problem.q_lengths), list(problem.kv_lengths))
     settings = Settings(problem.causal, 0.4, groups, "auto", problem.rotate, problem.wide, grouped=True)
-    arguments = (*inputs, mask, *lengths, True, *settings)
+    arguments = (*inputs, mask, None, *lengths, True, *settings)
     opcheck(attention, arguments, test_utils=tests)
     with torch.no_grad():
         out, lse, *kept, encoded_lengths = attention(*arguments)
@@ -44,7 +44,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     grads = laid_out(torch.randn_like(out), problem.layout), torch.randn_like(lse)
     opcheck(
         attention_backward,
-        (*grads, saved, seen, encoded_lengths, list(inputs[1].shape), *settings),
+        (*grads, saved, seen, None, encoded_lengths, list(inputs[1].shape), *settings),
         test_utils=[test for test in tests if test != "test_autograd_registration"],
     )
 

@@ -1,0 +1,115 @@
+"""A sparse mask for one rank: tiles of its queries over keys of its ring, and attention over them."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.heads import Heads
+from lightning_cp.attention.sparse.mask import SparseMask
+from lightning_cp.attention.sparse.needed import Needs, find_needs
+from lightning_cp.attention.sparse.runs import KernelFor, attend_runs, attend_runs_backward
+from lightning_cp.attention.sparse.tiles import Tiles, tiles_of
+from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
+
+NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
+_log = logging.getLogger("lightning_cp")
+
+
+class LocalMask:
+    """A sparse mask for the queries of one rank and the keys of its ring.
+
+    Args:
+        mask: the mask of the whole sequence.
+        queries, keys: number of queries and of keys on each rank of the ring, in rank order. Where a ring has
+            several ranks of a Ulysses group, their sum.
+        rank: this rank's index in the ring.
+        heads: query heads of the ring.
+        device: of the tensors of attention.
+    """
+
+    def __init__(
+        self,
+        mask: SparseMask,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        *,
+        rank: int,
+        heads: slice,
+        device: torch.device,
+    ) -> None:
+        orders = (
+            torch.arange(length) if order is None else order
+            for order, length in zip(mask.orders, mask.lengths, strict=True)
+        )
+        by_rank = [torch.split(x, list(sizes)) for x, sizes in zip(orders, (queries, keys), strict=True)]
+        self._mask, self._queries, self._keys = weakref.ref(mask), by_rank[0][rank], torch.cat(by_rank[1])
+        self._heads = heads if mask.kinds.shape[1] > 1 else slice(0, 1)
+        self._device = device
+        self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)
+        self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
+        self._kept: dict[Hashable, Tiles] = {}
+
+    def tiles(self, heads: Heads, keys: range) -> Tiles:
+        """Return the tiles of this rank's queries over some keys, found once.
+
+        Args: heads: among the ring's. keys: places among the ring's keys, or `NEEDED`.
+        """
+        own = self._heads
+        if own.stop - own.start > 1:
+            own = slice(own.start + heads.query.start, own.start + heads.query.stop)
+        facts = own.start, own.stop, keys.start, keys.stop
+        tiles = self._kept.get(facts)
+        if tiles is None:
+            positions = self._keys[self.needs.received] if keys.start < 0 else self._keys[keys.start : keys.stop]
+            mask = self._mask()
+            assert mask is not None, "its handle keeps the mask alive"
+            tiles = tiles_of(mask, self._queries, positions, heads=own, device=self._device)
+            self._kept[facts] = tiles
+        return tiles
+
+
+def attend_tiles(
+    kernel_for: KernelFor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scale: float, kernel: str
+) -> PartialAttention:
+    """Compute attention of q over k and v with the fastest way for the device.
+
+    Args: kernel: the kernel setting; "auto" allows flex attention. Others, Returns: see `attend_runs`.
+    """
+    if _uses_flex(q, kernel):
+        from lightning_cp.attention.sparse.flex import attend_flex
+
+        return attend_flex(q, k, v, tiles, scale=scale)
+    return attend_runs(kernel_for, q, k, v, tiles, scale=scale)
+
+
+def attend_tiles_backward(
+    kernel_for: KernelFor,
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: PartialAttention,
+    tiles: Tiles,
+    *,
+    scale: float,
+    kernel: str,
+) -> Grads:
+    """Compute the gradients of `attend_tiles`. Args, Returns: see `attend_runs_backward`."""
+    if _uses_flex(q, kernel):
+        from lightning_cp.attention.sparse.flex import attend_flex_backward
+
+        return attend_flex_backward(grad, q, k, v, part, tiles, scale=scale)
+    return attend_runs_backward(kernel_for, grad, q, k, v, part, tiles, scale=scale)
+
+
+def _uses_flex(q: Tensor, kernel: str) -> bool:
+    if not q.is_cuda or kernel != "auto":
+        return False
+    from lightning_cp.attention.sparse.flex import is_supported
+
+    return is_supported(q)

@@ -1,0 +1,260 @@
+"""Sparse masks over a whole sequence: a function of positions, and a table that says which blocks are empty or full."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_cp.errors import ShapeError
+
+T = TypeVar("T")
+# (sample, head, position of the query, position of the key) -> True if the query attends to the key. All are int64
+# tensors that can be broadcast to each other, and so must the result be.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_SAMPLED = 512  # pairs of positions that enter the checksum of a mask, besides its table
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMask:
+    """Mask of a whole sequence, in positions of that sequence, for `context_parallel_attention(block_mask=…)`.
+
+    Made by `from_block_mask`, `from_mask_mod` and `from_documents`.
+
+    Attributes:
+        mask_mod: see `MaskMod`; read only in partial blocks.
+        kinds: uint8 on the host, [batch or 1, heads or 1, blocks of queries, blocks of keys]: 0 (no query of the block
+            attends to a key), 1 (`mask_mod` decides) or 2 (all attend to all).
+        lengths: number of queries and of keys.
+        block_size: number of queries and of keys in a block.
+        device: device on which `mask_mod` is called.
+        orders: position of each query and of each key, int64 on the host, in the order in which ranks hold them (all
+            of rank 0, then of rank 1, …); None: ascending. See `in_order`.
+        kept: what was derived from the mask, see `keep`.
+    """
+
+    mask_mod: MaskMod
+    kinds: Tensor
+    lengths: tuple[int, int]
+    block_size: tuple[int, int]
+    device: torch.device
+    orders: tuple[Tensor | None, Tensor | None] = (None, None)
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def from_block_mask(block_mask: Any) -> SparseMask:
+        """Take the table and `mask_mod` of a `torch.nn.attention.flex_attention.BlockMask` over a whole sequence.
+
+        Equal for the same object. A block mask without `mask_mod` attends to all pairs in its blocks.
+        Raises: TypeError: it is no BlockMask.
+        """
+        if isinstance(block_mask, SparseMask):
+            return block_mask
+        try:
+            kept: SparseMask | None = getattr(block_mask, "_lightning_cp_mask", None)
+            if kept is not None:
+                return kept
+            counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+            full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+            lengths, size, mask_mod = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE), block_mask.mask_mod
+        except AttributeError:
+            raise TypeError(
+                f"block_mask is a {type(block_mask).__name__}: it must be a BlockMask "
+                "(torch.nn.attention.flex_attention.create_block_mask) or a lightning_cp.SparseMask"
+            ) from None
+        key_blocks = -(-lengths[1] // size[1])
+        kinds = _dense_table(counts, indices, key_blocks).to(torch.uint8)
+        if full[0] is not None:
+            kinds = torch.where(_dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
+        kinds = kinds[:, :, : -(-lengths[0] // size[0])].cpu()
+        mask = SparseMask(mask_mod, kinds, lengths, size, counts.device)
+        block_mask._lightning_cp_mask = mask
+        return mask
+
+    @staticmethod
+    def from_mask_mod(
+        mask_mod: MaskMod,
+        queries: int,
+        keys: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str = "cpu",
+    ) -> SparseMask:
+        """Find the kind of each block by calling `mask_mod` for all pairs, one row of blocks at a time.
+
+        Args:
+            queries, keys: lengths of the whole sequence; None: as many keys as queries.
+            batch, heads: 1: the mask is the same for all samples, or heads.
+            device: that of the tensors that `mask_mod` captures.
+        Raises: ShapeError: `mask_mod` returns no bool tensor that can be broadcast to [batch, heads, queries, keys].
+        """
+        keys = queries if keys is None else keys
+        size = (block_size, block_size) if isinstance(block_size, int) else block_size
+        b, h = (
+            torch.arange(batch, device=device)[:, None, None, None],
+            torch.arange(heads, device=device)[:, None, None],
+        )
+        k, rows = torch.arange(keys, device=device), []
+        for start in range(0, queries, size[0]):
+            q = torch.arange(start, min(start + size[0], queries), device=device)
+            visible = _call(mask_mod, b, h, q[:, None], k).expand(batch, heads, len(q), keys)
+            blocks = [(x.flatten(2).any(2), x.flatten(2).all(2)) for x in torch.split(visible, size[1], 3)]
+            some, every = (torch.stack(x, -1) for x in zip(*blocks, strict=True))
+            rows.append(some.to(torch.uint8) + every.to(torch.uint8))
+        kinds = torch.stack(rows, 2) if rows and keys else torch.zeros(batch, heads, 0, 0, dtype=torch.uint8)
+        return SparseMask(mask_mod, kinds.cpu(), (queries, keys), size, torch.device(device))
+
+    @staticmethod
+    def from_documents(documents: Tensor, *, block_size: int = 128) -> SparseMask:
+        """Let each token attend to the tokens of its own document.
+
+        Args: documents: number of each token's document, int [tokens] or [batch, tokens]. Blocks are cheap to find and
+            many are empty if the tokens of a document are neighbours.
+        """
+        ids = documents[None] if documents.ndim == 1 else documents
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ShapeError(
+                f"documents {tuple(documents.shape)} of {documents.dtype} must be ints, [tokens] or [batch, tokens]"
+            )
+        ids, shared = ids.long(), len(ids) == 1
+
+        def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            sample = torch.zeros_like(b) if shared else b
+            return ids[sample, q] == ids[sample, k]
+
+        blocks = torch.nn.functional.pad(
+            ids, (0, -ids.shape[1] % block_size), mode="replicate" if ids.numel() else "constant"
+        )
+        blocks = blocks.view(len(ids), -1, block_size)
+        low, high = blocks.amin(2), blocks.amax(2)
+        overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
+        uniform = (low == high)[:, :, None] & (low == high)[:, None]
+        kinds = (overlap.to(torch.uint8) + (overlap & uniform).to(torch.uint8))[:, None].cpu()
+        return SparseMask(same_document, kinds, (ids.shape[1],) * 2, (block_size, block_size), ids.device)
+
+    def in_order(self, queries: Tensor | None, keys: Tensor | None = None) -> SparseMask:
+        """Return the mask for tokens that ranks hold in another order than the sequence's.
+
+        Args:
+            queries: position in the sequence of each query, in the order of the ranks' shards, int [queries]; None:
+                ascending.
+            keys: the same for keys; None: as `queries`.
+        Raises: ShapeError: an order does not hold each position once.
+        """
+        orders = (queries, queries if keys is None and self.lengths[0] == self.lengths[1] else keys)
+        checked = []
+        for name, order, length in zip(("queries", "keys"), orders, self.lengths, strict=True):
+            order = None if order is None else order.detach().to("cpu", torch.int64)
+            if order is not None and not torch.equal(order.sort()[0], torch.arange(length)):
+                raise ShapeError(
+                    f"the order of {name} {tuple(order.shape)} must hold each position from 0 to {length - 1} once"
+                )
+            checked.append(order)
+        return replace(self, orders=(checked[0], checked[1]), kept={})
+
+    @property
+    def area(self) -> float:
+        """Share of the pairs of blocks that are not empty: the work, relative to attention without a mask."""
+        return self.kinds.bool().double().mean().item() if self.kinds.numel() else 0.0
+
+    @cached_property
+    def checksum(self) -> int:
+        """Checksum of the lengths, orders, table, and of `mask_mod` for some pairs in partial blocks."""
+        facts = repr((self.lengths, self.block_size, tuple(self.kinds.shape))).encode()
+        value = zlib.crc32(facts)
+        for x in (self.kinds, *self.orders):
+            value = zlib.crc32(b"" if x is None else x.numpy().tobytes(), value)
+        partial = (self.kinds == PARTIAL).nonzero()
+        if len(partial):
+            chosen = torch.arange(_SAMPLED) * len(partial) // _SAMPLED
+            b, h, i, j = partial[chosen].unbind(1)
+            inner = torch.arange(_SAMPLED)
+            q, k = (
+                i * self.block_size[0] + inner * 7 % self.block_size[0],
+                j * self.block_size[1] + inner * 11 % self.block_size[1],
+            )
+            q, k = q.clamp_(max=self.lengths[0] - 1), k.clamp_(max=self.lengths[1] - 1)
+            value = zlib.crc32(self.visible(b, h, q, k).expand(_SAMPLED).cpu().numpy().tobytes(), value)
+        return value
+
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return whether queries attend to keys. Args: ints that can be broadcast: sample, head and positions."""
+        b, h, q, k = (x.to(self.device) for x in (b, h, q, k))
+        kinds = self.keep("kinds", lambda: self.kinds.to(self.device))
+        b_of_table, h_of_table = (x.clamp(max=n - 1) for x, n in zip((b, h), kinds.shape, strict=False))
+        table = kinds[b_of_table, h_of_table, q // self.block_size[0], k // self.block_size[1]]
+        return (_call(self.mask_mod, b, h, q, k) & (table > EMPTY)) | (table == FULL)
+
+    def check_shapes(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Check the sizes of a call, with the numbers of queries and keys of all ranks. Raises: ShapeError."""
+        of_batch, of_heads = self.kinds.shape[:2]
+        if of_batch not in (1, batch) or of_heads not in (1, heads) or self.lengths != (queries, keys):
+            raise ShapeError(
+                f"block_mask is of batch {of_batch}, {of_heads} heads, {self.lengths[0]} queries and {self.lengths[1]} "
+                f"keys, but attention has batch {batch}, {heads} heads, {queries} queries and {keys} keys on all ranks "
+                "together: make it for the whole sequence, with 1 or all samples and heads"
+            )
+
+    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
+        """Return what was built for these facts before, or build it; kept as long as the mask."""
+        value: T | None = self.kept.get(facts)
+        if value is None:
+            value = self.kept[facts] = build()
+        return value
+
+    def handle(self) -> Tensor:
+        """Return a tensor that stands for the mask in an operator's arguments; it keeps the mask alive."""
+        number = self.keep("number", lambda: next(_numbers))
+        _by_number[number] = self
+        handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        handle._lightning_cp_mask = self  # type: ignore[attr-defined]
+        return handle
+
+
+_numbers = itertools.count(1)
+_by_number: WeakValueDictionary[int, SparseMask] = WeakValueDictionary()
+
+
+def mask_of_handle(handle: Tensor) -> SparseMask:
+    """Return the mask of a `handle`. Raises: ShapeError: it was freed."""
+    mask = _by_number.get(int(handle))
+    if mask is None:
+        raise ShapeError(
+            "the block mask of this attention was freed before its gradient was computed: keep a reference to it until "
+            "the backward pass has ended"
+        )
+    return mask
+
+
+def _dense_table(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
+    """Return bool [b, h, rows, key_blocks] from the number of blocks in each row, and their indices."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    table = torch.zeros(*counts.shape, key_blocks + 1, dtype=torch.bool, device=indices.device)
+    places = torch.where(listed, indices, key_blocks).long().clamp_(max=key_blocks)
+    return table.scatter_(-1, places, True)[..., :key_blocks]
+
+
+def _call(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Call `mask_mod` with tensors that are broadcast. Raises: ShapeError: the result is no such tensor."""
+    shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)  # type: ignore[no-untyped-call]
+    try:
+        result = mask_mod(b, h, q, k)
+        if result.dtype != torch.bool:
+            raise TypeError(f"it returned {result.dtype}, not bool")
+        return result.expand(shape)
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        raise ShapeError(
+            f"mask_mod cannot be called with int64 tensors (sample, head, query, key) of shapes {tuple(b.shape)}, "
+            f"{tuple(h.shape)}, {tuple(q.shape)} and {tuple(k.shape)}: {error}. It must return a bool tensor that "
+            "broadcasts to them, and use operations that broadcast"
+        ) from error
