@@ -105,13 +105,16 @@ class SparseMask:
             torch.arange(heads, device=device)[:, None, None],
         )
         k, rows = torch.arange(keys, device=device), []
-        for start in range(0, queries, size[0]):
+        columns = torch.arange(0, keys, size[1], device=device)
+        widths = (columns + size[1]).clamp(max=keys) - columns
+        for start in range(0, queries if keys else 0, size[0]):
             q = torch.arange(start, min(start + size[0], queries), device=device)
             visible = _call(mask_mod, b, h, q[:, None], k).expand(batch, heads, len(q), keys)
-            blocks = [(x.flatten(2).any(2), x.flatten(2).all(2)) for x in torch.split(visible, size[1], 3)]
-            some, every = (torch.stack(x, -1) for x in zip(*blocks, strict=True))
-            rows.append(some.to(torch.uint8) + every.to(torch.uint8))
-        kinds = torch.stack(rows, 2) if rows and keys else torch.zeros(batch, heads, 0, 0, dtype=torch.uint8)
+            blocks = torch.nn.functional.pad(visible, (0, -keys % size[1])).view(batch, heads, len(q), -1, size[1])
+            pairs = blocks.sum((2, 4))
+            rows.append((pairs > 0).to(torch.uint8) + (pairs == widths * len(q)).to(torch.uint8))
+        shape = batch, heads, -(-queries // size[0]), len(columns)
+        kinds = torch.stack(rows, 2) if rows else torch.zeros(shape, dtype=torch.uint8)
         return SparseMask(mask_mod, kinds.cpu(), (queries, keys), size, torch.device(device))
 
     @staticmethod

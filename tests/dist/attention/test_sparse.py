@@ -212,3 +212,42 @@ def test_only_the_keys_of_blocks_that_are_not_empty_are_sent(run_ranks: RankPool
     tried = [x for x in cases(world, 1) if not x.rotates]
     wrong = [line for lines in run_ranks(world, _count, tried) for line in lines]
     assert not wrong, "\n".join(wrong[:10])
+
+
+def _tangents(rank: int, world: int, tried: list[Case]) -> list[str]:
+    wrong = []
+    for case in tried:
+        generator = torch.Generator().manual_seed(4)
+        tokens, (hq, hk) = sum(case.lengths), case.heads
+        inputs, changes = (
+            tuple(
+                torch.randn(BATCH, tokens, heads, SIZE, generator=generator, dtype=torch.float64)
+                for heads in (hq, hk, hk)
+            )
+            for _ in range(2)
+        )
+        dense, mask = case.dense(), case.mask()
+        first = sum(case.lengths[:rank])
+        own = case.order()[first : first + case.lengths[rank]]
+        config = ContextParallelConfig(ring_degree=case.ring, ulysses_degree=case.ulysses)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, config: Any = config, mask: Any = mask) -> Tensor:
+            return context_parallel_attention(q, k, v, parallel_config=config, enable_gqa=True, block_mask=mask)
+
+        local = tuple(tuple(x[:, own] for x in pair) for pair in (inputs, changes))
+        out, tangent = torch.func.jvp(attend, *local)
+        expected = torch.func.jvp(lambda q, k, v, dense=dense: reference(q, k, v, dense)[0], inputs, changes)
+        errors = [
+            float((x - y[:, own]).abs().max()) if len(own) else 0.0
+            for x, y in zip((out, tangent), expected, strict=True)
+        ]
+        if max(errors) > 1e-12:
+            wrong.append(f"rank {rank} {case}: {errors}")
+    return wrong
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.full)])
+def test_forward_derivatives_equal_those_of_one_process(run_ranks: RankPool, ring: int, ulysses: int) -> None:
+    tried = [x for x in cases(ring, ulysses) if not x.rotates][::2]
+    wrong = [line for lines in run_ranks(3, _tangents, tried) for line in lines]
+    assert not wrong, "\n".join(wrong[:10])

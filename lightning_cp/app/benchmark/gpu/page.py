@@ -23,6 +23,8 @@ _ABOUT = {
     " smaller chunks.",
     "memory": "Peak allocation of attention on one rank, relative to the sum of the buffers that exist at the same time"
     " and the workspace of one kernel call.",
+    "sparse": "Attention with sparse masks: time relative to attention without a mask, times the share of the pairs of"
+    " queries and keys that the mask lets attend. One rank of several computes its queries over all keys.",
     "host": "CPU time of the thread that calls attention, per call: tiny tensors, and collectives that send nothing. It"
     " limits the speed where a device computes faster than its host launches.",
     "transformer": "A step of a transformer of the size of FLUX.1 on one rank, compared with diffusers' context"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import errors, host, main_job, memory, speed, suites, transformer
+from lightning_cp.app.benchmark.gpu import errors, host, main_job, memory, sparse, speed, suites, transformer
 from lightning_cp.app.benchmark.gpu.results import Measurement, read_results, run_measurements, write_results
 from lightning_cp.launch.lifeline import end_with_launcher
 
@@ -19,6 +19,7 @@ STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
     "merge": speed.merge_bandwidth,
     "one_rank": speed.one_rank_times,
     "memory": memory.peak_memory,
+    "sparse": sparse.sparse_times,
     "host": host.host_times,
     "transformer": transformer.transformer_times,
     "long_context": speed.long_contexts,
