@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -43,6 +44,19 @@ def installed_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "(unknown version)"
+
+
+def fsdp_refuses_bytes() -> str | None:
+    """Return why FSDP2 cannot shard quantised weights of the dtype uint8; None if it can.
+
+    Before torch 2.12, it lets them require gradients, and converts them to the dtype of `MixedPrecisionPolicy`.
+    Source: https://github.com/pytorch/pytorch/pull/177948.
+    """
+    version = installed_version("torch")
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None or (int(number[1]), int(number[2])) >= (2, 12):
+        return None
+    return f"FSDP2 of torch {version} shards only floating-point weights: install torch 2.12 or later"
 
 
 @contextmanager

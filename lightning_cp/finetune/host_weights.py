@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,8 +60,7 @@ class HostWeights:
             if other not in (i, after):
                 self._free(other)
         self._copy(i)
-        if i in self._ready:
-            self._wait(i)
+        self._wait(i)
         self.current = i
         if after is not None:
             self._copy(after)
@@ -73,45 +71,51 @@ class HostWeights:
         device = next((x.device for x in self._owner.parameters() if x.requires_grad), None)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
         host = []
-        with self._beside(device):
-            for module, key, x in list(_frozen(self._units[i])):
-                if device is not None and (self._ahead or x.device != device):
-                    if x not in copies:
-                        copies[x] = nn.Parameter(self._copied(x, device), requires_grad=False)
-                    host.append(((module, key), x))
-                    module._parameters[key] = copies[x]
-            if self._stream is not None:
-                self._ready[i] = self._stream.record_event()
+        side = self._side_stream(device)
+        for module, key, x in list(_frozen(self._units[i])):
+            if device is not None and (self._ahead or x.device != device):
+                if x not in copies:
+                    copies[x] = nn.Parameter(self._copied(x, device), requires_grad=False)
+                host.append(((module, key), x))
+                module._parameters[key] = copies[x]
+        if side is not None:
+            self._ready[i] = side.record_event()
         self._host[i] = host
 
     def _copied(self, x: nn.Parameter, device: torch.device) -> Tensor:
         if not self._ahead:
             return to_device(x.detach(), device)
-        if device.type == "cuda" and not x.is_pinned():
+        if device.type != "cuda":
+            return x.detach().to(device, copy=True)
+        if not x.is_pinned():
             x.data = x.data.pin_memory()  # once: copies from pinned memory do not wait for the host
-        return x.detach().to(device, non_blocking=True, copy=True)
+        # Allocated on the current stream, which uses it last: once it is freed, the next copy can use it at once,
+        # however far the host is ahead. Memory of the side stream could be reused only after the GPU has used it.
+        copy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+        with torch.cuda.stream(self._stream):
+            return copy.copy_(x.detach(), non_blocking=True)
 
-    def _beside(self, device: torch.device | None) -> Any:
-        """Return the context in which copies run: beside the forward on a GPU."""
+    def _side_stream(self, device: torch.device | None) -> Any:
+        """Return the stream for copies to a GPU, which run beside the next kernels of the current stream.
+
+        It waits for the kernels before them: these may use the memory that the copies get.
+        """
         if not self._ahead or device is None or device.type != "cuda":
-            return nullcontext()
+            return None
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return self._stream
 
     def _wait(self, i: int) -> None:
-        """Let the forward wait for the copies of a unit, and their memory for the forward."""
-        forward = torch.cuda.current_stream(self._stream.device)
-        forward.wait_event(self._ready.pop(i))
-        for (module, key), _ in self._host[i]:
-            copy = module._parameters[key]
-            assert copy is not None, "it has been copied"
-            copy.record_stream(forward)
+        """Let the current stream wait for the copies of a unit, if it has not yet."""
+        if i in self._ready:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._ready.pop(i))
 
     def _free(self, i: int) -> None:
+        self._wait(i)  # before other kernels get the memory
         for (module, key), x in self._host.pop(i):
             module._parameters[key] = x
-        self._ready.pop(i, None)
 
 
 def named_blocks(transformer: nn.Module) -> dict[str, nn.Module]:

@@ -34,6 +34,7 @@ from lightning_cp.finetune.objectives import (
 from lightning_cp.finetune.objectives.divided_batch import DividedBatch
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
+from lightning_cp.training.cudnn_attention import without_cudnn_attention
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
 LORA = "lora"  # folder of an adapter
@@ -131,10 +132,11 @@ class FineTuning(LightningModule):
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
         values, self._is_last = [], False
-        for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
-            values.append(self.loss(part))
-            self.trainer.strategy.backward(values[-1][0], None)
-        values.append(self.loss(last))
+        with without_cudnn_attention():
+            for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
+                values.append(self.loss(part))
+                self.trainer.strategy.backward(values[-1][0], None)
+            values.append(self.loss(last))
         self.batches += 1
         loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
         self.report(loss, sigma, samples=1 if is_divided else len(batch))  # ranks may have different numbers of samples
@@ -205,6 +207,11 @@ class FineTuning(LightningModule):
                 f"Trainer(accumulate_grad_batches={number}) does not work with micro_batch_size="
                 f"{self._micro_batch_size} or with divided batches: leave one of them out"
             )
+
+    @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with without_cudnn_attention():  # as in the forward: activation checkpointing repeats it
+            super().backward(loss, *args, **kwargs)
 
     @override
     def on_after_backward(self) -> None:

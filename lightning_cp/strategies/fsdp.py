@@ -22,6 +22,7 @@ from lightning_cp.checkpoint.shards import reraise_as
 from lightning_cp.compat.fabric_names import loading_optimizers_with
 from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views, renew_fsdp_dtypes
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
+from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.rules.paths import class_of
@@ -272,6 +273,11 @@ def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
                 f"{class_of(unit).__name__}: {name} is quantised ({type(x).__name__}), and FSDP2 cannot shard "
                 "quantised weights: use strategy cp, which keeps them whole on each rank, or load the weights in "
                 "bfloat16"
+            )
+        if not x.is_floating_point() and (reason := fsdp_refuses_bytes()):
+            raise ValueError(
+                f"{class_of(unit).__name__}: {name} is quantised ({x.dtype}), and {reason}, or use strategy cp, which "
+                "keeps quantised weights whole on each rank"
             )
         if x.requires_grad:
             dtypes.setdefault(x.dtype, name)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.finetune.host_weights import HostWeights
 from tests.fake_cuda.world import fake_cuda
@@ -27,49 +28,107 @@ class Block(nn.Module):
 
 
 class Streams:
-    """A stand-in for streams, which need a device: the order of what runs on the side stream and is waited for."""
-
-    device = torch.device("cuda", 0)
+    """A stand-in for two streams, which need a device: the order of their work, and what waits for what."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.copies = 0
         self.beside = False
+        self.side, self.forward = Stream(self), Stream(self)
 
     @contextmanager
-    def use(self, _: object) -> Iterator[None]:
+    def use(self, stream: object) -> Iterator[None]:
+        assert stream is self.side
         self.beside = True
         yield
         self.beside = False
 
+
+class Stream:
+    """One of them."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
     def record_event(self) -> str:
-        self.copies += 1
-        self.events.append(f"copied {self.copies}")
-        return f"{self.copies}"
+        assert self is self.streams.side
+        self.streams.copies += 1
+        self.streams.events.append(f"copied {self.streams.copies}")
+        return f"{self.streams.copies}"
 
     def wait_event(self, event: str) -> None:
-        self.events.append(f"waits for {event}")
+        assert self is self.streams.forward
+        self.streams.events.append(f"waits for {event}")
+
+    def wait_stream(self, stream: Stream) -> None:
+        assert self is self.streams.side
+        assert stream is self.streams.forward
+        self.streams.events.append("side waits")
+
+
+class StreamOfMemory(TorchDispatchMode):
+    """Record the stream on which each tensor on the GPU is allocated, and on which each copy runs."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+        self.allocated: list[bool] = []
+        self.copied: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.copied.append(self.streams.beside)
+        elif isinstance(result, Tensor) and result.device.type == "cuda":
+            self.allocated.append(self.streams.beside)
+        return result
+
+
+@contextmanager
+def on_streams() -> Iterator[tuple[Streams, Any]]:
+    """Fake CUDA tensors with both streams. Yields: the streams, and a record of what crosses devices."""
+    streams = Streams()
+    patched: dict[str, Any] = {
+        "Stream": lambda _: streams.side,
+        "stream": streams.use,
+        "current_stream": lambda _: streams.forward,
+    }
+    with fake_cuda() as crossings, mock.patch.multiple(torch.cuda, **patched):
+        yield streams, crossings
 
 
 def test_the_forward_waits_for_the_copies_of_its_block_only() -> None:
     blocks = nn.ModuleList(Block() for _ in range(3))
     host = HostWeights(blocks, list(blocks), ahead=True)
-    streams = Streams()
-    recorded: list[Tensor] = []
-    patched: dict[str, Any] = {"Stream": lambda _: streams, "stream": streams.use, "current_stream": lambda _: streams}
-    with fake_cuda() as crossings, mock.patch.multiple(torch.cuda, **patched):
+    with on_streams() as (streams, crossings):
         blocks.to("cuda")
         assert all(block.base.device.type == "cpu" and block.adapter.device.type == "cuda" for block in blocks)
         x = torch.zeros(2, 4, device="cuda")
-        with mock.patch.object(Tensor, "record_stream", lambda x, _: recorded.append(x)):
-            crossings.clear()
+        crossings.clear()
+        with StreamOfMemory(streams) as memory:
             for i, block in enumerate(blocks):
                 x = block(x)
                 assert block.base.device.type == "cuda"
                 assert host.copied == [i, i + 1][: 3 - i]
                 streams.events.append(f"runs {i + 1}")
         assert crossings.waits == []
-        assert len(recorded) == 3, "the memory of copies is not used again while the forward needs it"
-    expected = ["copied 1", "waits for 1", "copied 2", "runs 1", "waits for 2", "copied 3", "runs 2", "waits for 3"]
+        assert memory.copied == [True] * 3
+        assert not any(memory.allocated), "memory of the side stream could not be used again before the GPU is done"
+    first, *others = (["side waits", f"copied {i}"] for i in (1, 2, 3))
+    expected = [*first, "waits for 1", *others[0], "runs 1", "waits for 2", *others[1], "runs 2", "waits for 3"]
     assert streams.events == [*expected, "runs 3"]
     assert blocks[0].base.device.type == "cpu"
+
+
+def test_copies_that_nothing_has_used_are_finished_before_their_memory_is_free() -> None:
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    host = HostWeights(blocks, list(blocks), ahead=True)
+    with on_streams() as (streams, _):
+        blocks.to("cuda")
+        blocks[0](torch.zeros(2, 4, device="cuda"))
+        streams.events.clear()
+        host.release()
+    assert streams.events == ["waits for 2"]
+    assert host.copied == []

@@ -71,7 +71,8 @@ class CrossingRecorder(TorchDispatchMode):
                     self._pinned[result.data_ptr()] = result
             return result
         result = func(*args, **kwargs)
-        self._record(func, given, result, bool(kwargs.get("non_blocking")))
+        non_blocking = args[2:3] == (True,) if func is torch.ops.aten.copy_.default else kwargs.get("non_blocking")
+        self._record(func, given, result, bool(non_blocking))
         return result
 
     def _record(self, func: Any, given: list[Tensor], result: Any, non_blocking: bool) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention.merge import merge
@@ -14,6 +16,7 @@ from lightning_cp.errors import KernelError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 from lightning_cp.kernels.choice import KERNELS
 from lightning_cp.kernels.protocol import Kernel
+from lightning_cp.training.cudnn_attention import without_cudnn_attention
 from tests.reference import softmax_attention
 
 pytestmark = [
@@ -130,6 +133,13 @@ def test_strides_and_empty_inputs_do_not_matter() -> None:
         assert bool((nothing.lse == -torch.inf).all())
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of [b, s, h, d]
+    "slice of a wider tensor": lambda x: torch.cat([x, torch.full_like(x, 7.0).repeat(1, 1, 4, 1)], 2)[:, :, :4],
+    "tokens first": lambda x: x.contiguous(),
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
 @pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=lambda kernel: kernel.name)
 def test_backward_does_not_depend_on_layouts_of_earlier_calls(kernel: Kernel) -> None:
     """As in FLUX: attention's gradient is a slice of a wider tensor in some blocks, and contiguous in others."""
@@ -141,19 +151,33 @@ def test_backward_does_not_depend_on_layouts_of_earlier_calls(kernel: Kernel) ->
     inputs = [x.double().cpu().requires_grad_() for x in qkv]
     out, _ = softmax_attention(*inputs, None, causal=False, scale=0.125)
     out.backward(grad_out.double().cpu())
-    layouts = {
-        "slice of a wider tensor": lambda x: torch.cat([x, torch.full_like(x, 7.0).repeat(1, 1, 4, 1)], 2)[:, :, :4],
-        "tokens first": lambda x: x.contiguous(),
-        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    }
     part = attend(kernel, *qkv, mask=None, causal=False, scale=0.125)
-    for of_out, of_grad in product(layouts, layouts):
-        laid_out = PartialAttention(layouts[of_out](part.out), part.lse)
-        grad = PartialAttentionGrad(layouts[of_grad](grad_out), None)
+    for of_out, of_grad in product(LAYOUTS, LAYOUTS):
+        laid_out = PartialAttention(LAYOUTS[of_out](part.out), part.lse)
+        grad = PartialAttentionGrad(LAYOUTS[of_grad](grad_out), None)
         grads = attend_backward(kernel, grad, *qkv, laid_out, mask=None, causal=False, scale=0.125)
         for mine, x in zip(grads, inputs, strict=True):
             assert x.grad is not None
             assert _relative(mine, x.grad) < LIMITS[torch.bfloat16], f"{of_out}, {of_grad}"
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_plain_attention_in_training_does_not_depend_on_layouts_of_earlier_calls(size: int) -> None:
+    """A model that is not parallel calls PyTorch's attention."""
+    torch.manual_seed(0)
+    *qkv, grad_out = (torch.randn(2, 300, 4, size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = [x.double().cpu().requires_grad_() for x in qkv]
+    out, _ = softmax_attention(*inputs, None, causal=False, scale=size**-0.5)
+    out.backward(grad_out.double().cpu())
+    with without_cudnn_attention():
+        for name, layout in LAYOUTS.items():
+            mine = [x.clone().requires_grad_() for x in qkv]
+            plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in mine)).transpose(1, 2)
+            plain.backward(layout(grad_out))
+            for x, exact in zip(mine, inputs, strict=True):
+                assert x.grad is not None
+                assert exact.grad is not None
+                assert _relative(x.grad, exact.grad) < LIMITS[torch.bfloat16], name
 
 
 def test_a_kernel_for_the_cpu_is_refused() -> None:

@@ -22,6 +22,7 @@ from lightning_cp.app.settings.mixture import check_mixture
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.files import read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
@@ -190,6 +191,11 @@ def _check_quantize(config: DictConfig) -> None:
     quantize = read(config, "model.quantize")
     if quantize is not None:
         check_quantised(config, f"model.quantize={quantize} gives quantised weights")
+        if shards_weights(config) and (reason := fsdp_refuses_bytes()):
+            raise SettingsError(
+                f"model.quantize={quantize} does not work with strategy=cp_fsdp: {reason}, or use strategy=cp, which "
+                "keeps the weights whole on each rank"
+            )
 
 
 def _check_offload(config: DictConfig) -> None:

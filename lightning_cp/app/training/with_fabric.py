@@ -14,6 +14,7 @@ from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.finetune.divided_data import set_degree
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.training.cudnn_attention import without_cudnn_attention
 from lightning_cp.training.ranks import DataShard
 
 
@@ -41,6 +42,7 @@ def fit_with_fabric(
     tuning.transformer = model
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())
+        stack.enter_context(without_cudnn_attention())
         run = setup.start(
             fabric,
             data_shard,

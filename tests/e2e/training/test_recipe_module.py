@@ -57,11 +57,16 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def _one_more() -> Iterator[None]:
-    """Add 1 to the loss of `FineTuning`, which changes no gradient."""
+    """Add 1 to the loss of `FineTuning`, which changes no gradient. Check that cuDNN's attention is not used."""
     plain = FineTuning.loss
 
+    def check(*_: object) -> None:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
     def loss(self: FineTuning, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        check()
         value, sigma = plain(self, part)
+        value.register_hook(check)
         return value + part.share, sigma
 
     with patch.object(FineTuning, "loss", loss):
@@ -89,6 +94,7 @@ def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str, stop_a
         checked = check_config(config, Machine.this(), None).config
         with nullcontext() if stop_after is None else pytest.raises(Stopped, match="stopped by SIGTERM after step"):
             fit_model(checked, FineTune.of, after_step=_stop_after(stop_after), at_end=lambda _: None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     return [row.loss for row in read_metrics(folder / "metrics.csv")]
 
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, _forget_encoded, check_config
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.compat import versions
 from lightning_cp.launch import Machine
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -370,6 +371,13 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
     with pytest.raises(SettingsError, match=re.escape(message)):
         check(here, given)
+
+
+def test_sharded_bytes_are_refused_with_an_older_torch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda _: "2.11.0+cu130")
+    check(here, "model.quantize=nf4", "strategy=cp", "ring=2")
+    with pytest.raises(SettingsError, match=r"quantize=nf4 does not work with strategy=cp_fsdp: FSDP2 of torch 2\.11"):
+        check(here, "model.quantize=nf4", "strategy=cp_fsdp", "ring=2")
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("folder", False), ("latents", True)])
