@@ -51,6 +51,7 @@ def test_only_the_active_expert_is_on_the_gpu_and_results_are_equal(run_ranks: R
         assert frozen == {"cuda" if name == last else "cpu"}
         assert {device for key, device in devices.items() if ".lora_" in key} == {"cuda"}
     assert {device for devices in everywhere.values() for device in devices.values()} == {"cuda"}
-    assert losses == others
+    assert losses == [(name, pytest.approx(loss, rel=1e-5)) for name, loss in others]
     for name, values in expected.items():
-        assert all(map(torch.equal, ends[name], values)), name
+        for found, value in zip(ends[name], values, strict=True):  # sums of a backward on a GPU have no fixed order
+            assert (found - value).norm() <= 1e-4 * value.norm(), name

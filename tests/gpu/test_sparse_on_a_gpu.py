@@ -14,7 +14,7 @@ from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention.heads import slice_heads
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.merge import accumulator, merge
-from lightning_cp.attention.sparse import SparseMask
+from lightning_cp.attention.sparse import SparseMask, local
 from lightning_cp.attention.sparse.local import LocalMask, attend_tiles, attend_tiles_backward
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad
 
@@ -54,7 +54,10 @@ def _error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("kernel", ["auto", "efficient"])
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
 @pytest.mark.parametrize("name", list(MASKS))
-def test_two_sets_of_keys_are_merged_exactly(name: str, dtype: torch.dtype, kernel: str) -> None:
+def test_two_sets_of_keys_are_merged_exactly(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, kernel: str
+) -> None:
+    monkeypatch.setattr(local, "is_faster_in_runs", lambda *_: False)  # "auto" is flex attention
     torch.manual_seed(0)
     batch, tokens, heads, kv_heads, size, first = 2, 1337, 4, 2, 64, 700
     q, g = (torch.randn(batch, tokens, heads, size, device=DEVICE, dtype=dtype) for _ in range(2))
@@ -62,12 +65,12 @@ def test_two_sets_of_keys_are_merged_exactly(name: str, dtype: torch.dtype, kern
     mod, each = MASKS[name](tokens), name == "heads"
     mask = SparseMask.from_mask_mod(mod, tokens, batch=batch if each else 1, heads=heads if each else 1, device=DEVICE)
     ring = Ring(None, 0, (tokens,), "query_mask", False, size**-0.5, kernel, "allgather", True)
-    local = LocalMask(mask, (tokens, 0), (first, tokens - first), rank=0, heads=slice(0, heads), device=DEVICE)
+    own = LocalMask(mask, (tokens, 0), (first, tokens - first), rank=0, heads=slice(0, heads), device=DEVICE)
     (every_head,) = slice_heads(heads, kv_heads, 1)
     options: Any = {"scale": ring.scale, "kernel": kernel}
     kernel_for = partial(ring.kernel_for, q)
     sets = [
-        (k[:, x.start : x.stop], v[:, x.start : x.stop], local.tiles(every_head, x))
+        (k[:, x.start : x.stop], v[:, x.start : x.stop], own.tiles(every_head, x))
         for x in (range(first), range(first, tokens))
     ]
     parts = [attend_tiles(kernel_for, q, *keys, **options) for keys in sets]
@@ -92,7 +95,8 @@ def test_two_sets_of_keys_are_merged_exactly(name: str, dtype: torch.dtype, kern
     assert max(errors) < LIMITS[dtype], errors
 
 
-def test_one_compiled_kernel_serves_all_masks() -> None:
+def test_one_compiled_kernel_serves_all_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "is_faster_in_runs", lambda *_: False)
     from torch._dynamo.utils import counters
 
     q = torch.randn(1, 1024, 2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
-from lightning_cp.attention.sparse.mask import SparseMask
+from lightning_cp.attention.sparse.mask import FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.needed import Needs, find_needs
 from lightning_cp.attention.sparse.runs import KernelFor, attend_runs, attend_runs_backward
 from lightning_cp.attention.sparse.tiles import Tiles, tiles_of
@@ -80,7 +80,7 @@ def attend_tiles(
 
     Args: kernel: the kernel setting; "auto" allows flex attention. Others, Returns: see `attend_runs`.
     """
-    if _uses_flex(q, kernel):
+    if _uses_flex(q, tiles, kernel):
         from lightning_cp.attention.sparse.flex import attend_flex
 
         return attend_flex(q, k, v, tiles, scale=scale)
@@ -100,16 +100,36 @@ def attend_tiles_backward(
     kernel: str,
 ) -> Grads:
     """Compute the gradients of `attend_tiles`. Args, Returns: see `attend_runs_backward`."""
-    if _uses_flex(q, kernel):
+    if _uses_flex(q, tiles, kernel):
         from lightning_cp.attention.sparse.flex import attend_flex_backward
 
         return attend_flex_backward(grad, q, k, v, part, tiles, scale=scale)
     return attend_runs_backward(kernel_for, grad, q, k, v, part, tiles, scale=scale)
 
 
-def _uses_flex(q: Tensor, kernel: str) -> bool:
+def _uses_flex(q: Tensor, tiles: Tiles, kernel: str) -> bool:
     if not q.is_cuda or kernel != "auto":
         return False
     from lightning_cp.attention.sparse.flex import is_supported
 
-    return is_supported(q)
+    facts = q.shape[0], *q.shape[2:], q.dtype
+    return tiles.keep(facts, lambda: is_supported(q) and not is_faster_in_runs(tiles, q.shape[0], *q.shape[2:]))
+
+
+# Of a kernel call for one run of tiles, of a partial tile in it, and of a tile in flex attention: time on an H200 with
+# bfloat16, relative to a full tile in cuDNN's kernel, which computes about 600 TFLOP/s
+_CALL_S, _PARTIAL_TILE, _FLEX_TILE, _FLOPS = 60e-6, 8.0, 2.0, 600e12
+
+
+def is_faster_in_runs(tiles: Tiles, batch: int, heads: int, head_dim: int) -> bool:
+    """Estimate whether a kernel call for each run of tiles is faster than flex attention, on a GPU.
+
+    It is for masks of whole frames or large documents, with few large runs, and not for windows of tokens.
+    """
+    kinds = tiles.kinds
+    repeats = batch * heads / (kinds.shape[0] * kinds.shape[1])
+    tile_s = 4 * tiles.size[0] * tiles.size[1] * head_dim * repeats / _FLOPS
+    full, partial = ((kinds == kind).sum().item() for kind in (FULL, PARTIAL))
+    rows = (kinds[:, :, 1:] != kinds[:, :, :-1]).any(-1).sum().item() + kinds.shape[0] * kinds.shape[1]
+    calls = rows * (2 if partial else 1)
+    return calls * _CALL_S + tile_s * (full + _PARTIAL_TILE * partial) < _FLEX_TILE * tile_s * (full + partial)
