@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -54,23 +55,24 @@ def find_needs(
     Args: queries, keys: positions that each rank of the ring holds. heads: of the table, for this ring.
     """
     some = (mask.kinds[:, heads] > EMPTY).flatten(0, 1).any(0)  # [blocks of queries, blocks of keys]
-    blocks = [torch.unique(x // mask.block_size[0]) for x in queries]
-    needed = [some[x].any(0) for x in blocks]  # by rank: the blocks of keys that it needs
+    needed = torch.stack([some[torch.unique(x // mask.block_size[0])].any(0) for x in queries])  # [ranks, blocks]
+    blocks = [x // mask.block_size[1] for x in keys]
+    held = torch.stack([torch.bincount(x, minlength=some.shape[1]) for x in blocks])  # number of keys [ranks, blocks]
+    counts = (needed.double() @ held.double().T).fill_diagonal_(0)  # that a rank (row) needs of another one (column)
+    none, starts = torch.empty(0, dtype=torch.int64), [0, *accumulate(map(len, keys))]
 
-    def places(owner: int, target: int) -> Tensor:
-        return needed[target][keys[owner] // mask.block_size[1]].nonzero()[:, 0]
+    def places(owner: int, reader: int) -> Tensor:
+        return none if owner == reader else needed[reader][blocks[owner]].nonzero()[:, 0]
 
     ranks = range(len(keys))
-    sent = [places(rank, target) if target != rank else torch.empty(0, dtype=torch.int64) for target in ranks]
-    starts = [sum(len(x) for x in keys[:owner]) for owner in ranks]
-    received = [places(owner, rank) + starts[owner] if owner != rank else sent[rank] for owner in ranks]
-    totals = [sum(len(places(owner, target)) for owner in ranks if owner != target) for target in ranks]
+    sent = [places(rank, reader) for reader in ranks]
+    received = [places(owner, rank) + starts[owner] for owner in ranks]
     return Needs(
         torch.cat(sent).to(device),
-        list(map(len, sent)),
-        list(map(len, received)),
+        [len(x) for x in sent],
+        [len(x) for x in received],
         torch.cat(received),
-        max(totals),
+        int(counts.sum(1).max()),
     )
 
 
