@@ -11,7 +11,7 @@ from lightning_cp.comm.packet import Piece, pack_tensors, piece_of, unpack_tenso
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
-from lightning_cp.errors import PeerMismatchError
+from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 from lightning_cp.mesh.shares import Shares
 
@@ -115,22 +115,41 @@ def gather_shards(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     return call_linear(gather_operator, x, dim, sizes, groups)
 
 
-def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
-    """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros."""
+def own_shard(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None = None) -> Tensor:
+    """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros.
+
+    Args: order: position in `x` of the token at each place of the shards, in rank order; None: ascending.
+    """
     positions = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
-    return x.narrow(dim, positions.start, len(positions)).contiguous()
+    if order is None:
+        return x.narrow(dim, positions.start, len(positions)).contiguous()
+    own = checked_order("tokens", order, x.shape[dim])[positions.start : positions.stop]
+    return x.index_select(dim, own.to(x.device))
 
 
-def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
+def gather_uneven(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None = None) -> Tensor:
     """All-gather a sharded tensor of unknown shard sizes; the sizes are all-gathered first.
 
+    Args: order: that of `own_shard`, which is undone.
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
     """
-    if groups.context is None:
-        return x
     dim %= x.ndim
-    sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-    return gather_shards(x, dim, sizes, groups.name)
+    if groups.context is not None:
+        sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
+        x = gather_shards(x, dim, sizes, groups.name)
+    if order is None:
+        return x
+    return x.index_select(dim, checked_order("tokens", order, x.shape[dim]).argsort().to(x.device))
+
+
+def checked_order(name: str, order: Tensor, length: int) -> Tensor:
+    """Return an order as int64 on the host. Raises: ShapeError: it does not hold each position once."""
+    order = order.detach().to("cpu", torch.int64)
+    if not torch.equal(order.sort()[0], torch.arange(length)):
+        raise ShapeError(
+            f"the order of {name} {tuple(order.shape)} must hold each position from 0 to {length - 1} once"
+        )
+    return order
 
 
 def compare_shares(groups: MeshGroups) -> None:

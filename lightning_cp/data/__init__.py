@@ -5,6 +5,7 @@ from lightning_cp.data.bucket_sampler import BucketBatchSampler
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 from lightning_cp.data.loader import EndlessLoader
+from lightning_cp.data.packing import PackedBatches, PackedCollate
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
 from lightning_cp.data.workers import WorkerSeed, worker_init_fn
 
@@ -14,6 +15,8 @@ __all__ = [
     "EndlessLoader",
     "GlobalBatchSampler",
     "GroupBatches",
+    "PackedBatches",
+    "PackedCollate",
     "RandomStream",
     "WorkerSeed",
     "bucket_loader",

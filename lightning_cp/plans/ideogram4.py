@@ -17,5 +17,6 @@ PLANS = {
         },
         gather={"layers.-1": split(1, "image")},
         patches=patches("image"),
+        packed=("hidden_states", "timestep", "encoder_hidden_states", "position_ids", "segment_ids", "indicator"),
     ),
 }

@@ -263,6 +263,8 @@ class Plan:
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
         patches: settings for computation in patches; None: the model does not support it.
         batch: arguments that hold samples in an unusual way; None: there are none.
+        packed: arguments of the model with one value for each token, if a row can hold several samples: a time, a
+            position and a sample number for each token. Empty: a row holds one sample.
         variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
     """
 
@@ -286,6 +288,7 @@ class Plan:
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     patches: Patches | None = None
     batch: Batch | None = None
+    packed: tuple[str, ...] = ()
     variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)
 
     def variant_for(self, config: object) -> Plan | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -213,37 +213,30 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(device.type)
         return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
 
-    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+    def shard(self, batch: Any, dims: Mapping[str, int], order: Tensor | None = None) -> Any:
         """Return this rank's shard of the named tensors of a (nested) batch; other tensors stay whole.
 
-        Args: dims: dim to shard, by tensor name. Names are dict keys, at any depth.
+        Args:
+            dims: dim to shard, by tensor name. Names are dict keys, at any depth.
+            order: position of the token at each place of the shards, int [tokens], such as a `balanced_order`; None:
+                ascending. The same on all ranks of the context group.
         Gradient: a slice; backward pads with zeros.
-        Raises: ValueError: a name that is not in the batch.
+        Raises: ValueError: a name that is not in the batch, or `order` does not hold each position once.
         """
         seen: set[str] = set()
-        result = self._shard(batch, dims, None, seen)
+        result = _sharded(batch, dims, None, seen, lambda x, dim: own_shard(x, dim, self.initialized_groups(), order))
         absent = [name for name in dims if name not in seen]
         if absent:
             raise ValueError(f"dims={dict(dims)} names {absent[0]!r}, which is not in the batch")
         return result
 
-    def _shard(self, value: Any, dims: Mapping[str, int], dim: int | None, seen: set[str]) -> Any:
-        if isinstance(value, Mapping):
-            seen |= dims.keys() & value.keys()
-            return {name: self._shard(x, dims, dims.get(name, dim), seen) for name, x in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [self._shard(x, dims, dim, seen) for x in value]
-            return items if isinstance(value, list) else tuple(items)
-        if dim is None or not isinstance(value, Tensor):
-            return value
-        return own_shard(value, dim, self.initialized_groups())
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
+    def gather(self, x: Tensor, dim: int, order: Tensor | None = None) -> Tensor:
         """All-gather a sharded tensor; shards may be uneven.
 
+        Args: order: that of `shard`, which is undone; None: keep the order of the shards.
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
-        return gather_uneven(x, dim, self.initialized_groups())
+        return gather_uneven(x, dim, self.initialized_groups(), order)
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """Create a generator that draws the same numbers on all ranks of a context group.
@@ -270,6 +263,18 @@ class ContextParallel:
             raise ValueError("tokens=0 on every rank of the context group: local_mean needs at least one token")
         weight = groups.context_size * counts[groups.context_rank] / sum(counts)
         return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
+
+
+def _sharded(
+    value: Any, dims: Mapping[str, int], dim: int | None, seen: set[str], cut: Callable[[Tensor, int], Tensor]
+) -> Any:
+    if isinstance(value, Mapping):
+        seen |= dims.keys() & value.keys()
+        return {name: _sharded(x, dims, dims.get(name, dim), seen, cut) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_sharded(x, dims, dim, seen, cut) for x in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value if dim is None or not isinstance(value, Tensor) else cut(value, dim)
 
 
 def _names(key: Any, path: str, module: nn.Module) -> bool:

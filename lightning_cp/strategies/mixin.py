@@ -165,13 +165,13 @@ class ContextParallelMixin:
         """Arguments of DistributedSampler: each context group is one replica."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
-    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+    def shard(self, batch: Any, dims: Mapping[str, int], order: Tensor | None = None) -> Any:
         """Return this rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
-        return self.context.shard(batch, dims)
+        return self.context.shard(batch, dims, order)
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
+    def gather(self, x: Tensor, dim: int, order: Tensor | None = None) -> Tensor:
         """All-gather a sharded tensor; see `ContextParallel.gather`."""
-        return self.context.gather(x, dim)
+        return self.context.gather(x, dim, order)
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """Create a generator that draws the same numbers on all context peers; see `ContextParallel.generator`."""

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.shards import checked_order
 from lightning_cp.errors import ShapeError
 
 T = TypeVar("T")
@@ -155,14 +156,10 @@ class SparseMask:
         Raises: ShapeError: an order does not hold each position once.
         """
         orders = (queries, queries if keys is None and self.lengths[0] == self.lengths[1] else keys)
-        checked = []
-        for name, order, length in zip(("queries", "keys"), orders, self.lengths, strict=True):
-            order = None if order is None else order.detach().to("cpu", torch.int64)
-            if order is not None and not torch.equal(order.sort()[0], torch.arange(length)):
-                raise ShapeError(
-                    f"the order of {name} {tuple(order.shape)} must hold each position from 0 to {length - 1} once"
-                )
-            checked.append(order)
+        checked = [
+            None if order is None else checked_order(name, order, length)
+            for name, order, length in zip(("queries", "keys"), orders, self.lengths, strict=True)
+        ]
         return replace(self, orders=(checked[0], checked[1]), kept={})
 
     @property

@@ -109,7 +109,7 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
 def _touched(positions: Tensor, tile: int, block: int, blocks: int) -> Tensor:
     """Return whether a tile of positions has one of a block, float [tiles, blocks]."""
     tiles = torch.arange(len(positions)) // tile
-    touched = torch.zeros(int(tiles[-1]) + 1, blocks)
+    touched = torch.zeros(int(tiles[-1]) + 1, blocks, dtype=torch.float32)  # whatever the default dtype
     touched[tiles, positions // block] = 1
     return touched
 
