@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_cp.comm.observer import OBSERVED, Transfer
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh.groups import cuda_backend_is
 
@@ -59,6 +60,8 @@ class Pending:
         for host, device in self.recv_buffers:
             device.copy_(host)
         self.works = self.recv_buffers = self.kept_alive = ()
+        if OBSERVED.observer is not None:
+            OBSERVED.observer.waited(self.number)
 
 
 def exchange(
@@ -84,6 +87,8 @@ def exchange(
                 copies.append((recv_buffer, buffer))
             operations.append(dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=peer))
     pending.kept_alive, pending.recv_buffers = kept_alive, copies
+    if OBSERVED.observer is not None and operations:
+        OBSERVED.observer.started(Transfer(pending.number, group, tuple(sends), tuple(receives)))
     if operations:
         with _marked(EXCHANGE, pending.number):
             pending.works = dist.batch_isend_irecv(operations)
@@ -112,6 +117,10 @@ def exchange_flat(
     else:
         sizes, bytes_kept = sizes_bytes, sizes_bytes[0][group.rank()]
     pending = _begin(sent.numel() - bytes_kept)
+    if OBSERVED.observer is not None:
+        parts = sizes_bytes or ([bytes_kept] * group.size(),) * 2
+        pairs = [tuple(enumerate(torch.split(x, n))) for x, n in zip((sent, received), parts, strict=True)]
+        OBSERVED.observer.started(Transfer(pending.number, group, *pairs))
     source, target = pending.staged(sent, received, group)
     with _marked(EXCHANGE, pending.number):
         pending.works = [dist.all_to_all_single(target, source, sizes[1], sizes[0], group=group, async_op=True)]
@@ -131,6 +140,10 @@ def gather_flat(mine: Tensor, received: Tensor, sizes_bytes: Sequence[int], *, g
         return Pending()
     if sizes_bytes.count(sizes_bytes[0]) == size:
         pending = _begin(mine.numel() * (size - 1))
+        if OBSERVED.observer is not None:
+            sent = tuple((peer, mine) for peer in range(size))
+            parts = torch.split(received, list(sizes_bytes))
+            OBSERVED.observer.started(Transfer(pending.number, group, sent, tuple(enumerate(parts))))
         source, target = pending.staged(mine, received, group)
         with _marked(EXCHANGE, pending.number):
             pending.works = [all_gather_tensor(target, source, group=group, async_op=True)]
@@ -156,6 +169,10 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
 
     Ranks: all of `group`.
     """
+    if OBSERVED.observer is not None:
+        answer = OBSERVED.observer.gathered(values, group)
+        if answer is not None:
+            return answer
     device = "cuda" if cuda_backend_is("nccl", group) else "cpu"
     return _all_gather_scalars(torch.tensor(values, dtype=torch.int64, device=device), group)
 

@@ -47,6 +47,7 @@ LAYERS = (
         "finetune.adapters",
         "finetune.family_check",
         "finetune.precompute",
+        "planning",
         "_register",
     },
     {

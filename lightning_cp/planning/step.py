@@ -1,0 +1,128 @@
+"""What one rank does in a step: the events of a dry run, and the memory at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+Checkpointing = Literal["none", "full", "selective"]
+# Of the memory at the peak of a step.
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buffers")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide a step.
+
+    Attributes:
+        data, cfg, ring, ulysses, pipe: degrees; their product is the number of ranks.
+        patches: of PipeFusion.
+        sharded: weights, gradients and optimizer states are sharded (FSDP2); False: every rank holds them.
+        checkpointing: of activations.
+        rotate_method: of the ring.
+    """
+
+    data: int = 1
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    pipe: int = 1
+    patches: int = 1
+    sharded: bool = False
+    checkpointing: Checkpointing = "none"
+    rotate_method: str = "allgather"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.data * self.cfg * self.ring * self.ulysses * self.pipe
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One operator on the compute stream. Attributes: moved_bytes: read and written. launches: of kernels."""
+
+    name: str
+    flops: int
+    moved_bytes: int
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a transfer. Attributes: number: of the transfer. link: communicator. sent_bytes: of this rank."""
+
+    number: int
+    link: str
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The compute stream waits for a transfer. Attributes: number: of its start."""
+
+    number: int
+
+
+Event = Compute | Start | Wait
+
+
+@dataclass(frozen=True)
+class Part:
+    """Events that are repeated, for example those of all blocks of one kind. Attributes: repeats: how often."""
+
+    name: str
+    events: tuple[Event, ...]
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A dry run of one step of one rank.
+
+    Attributes:
+        layout: how ranks divide it.
+        parts: its events, in order.
+        peak: bytes at the peak of memory, by category.
+        calls: calls into PyTorch by the host (operators and exchanges).
+    """
+
+    layout: Layout
+    parts: tuple[Part, ...]
+    peak: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events; transfers of a repeated part are numbered anew in each repetition."""
+        offset = 0
+        for part in self.parts:
+            numbers = [event.number for event in part.events if isinstance(event, Start)]
+            for _ in range(part.repeats):
+                for event in part.events:
+                    if isinstance(event, Start):
+                        yield Start(event.number + offset, event.link, event.sent_bytes)
+                    elif isinstance(event, Wait):
+                        yield Wait(event.number + offset)
+                    else:
+                        yield event
+                offset += max(numbers, default=0) + 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak of memory."""
+        return sum(self.peak.values())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of this rank."""
+        return sum(x.flops * part.repeats for part in self.parts for x in part.events if isinstance(x, Compute))
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank sends, by link."""
+        sent: dict[str, int] = {}
+        for part in self.parts:
+            for event in part.events:
+                if isinstance(event, Start):
+                    sent[event.link] = sent.get(event.link, 0) + event.sent_bytes * part.repeats
+        return sent
