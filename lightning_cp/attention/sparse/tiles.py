@@ -83,8 +83,8 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
     rows, columns = (
         _touched(x, n, b, m) for x, n, b, m in zip((queries, keys), size, mask.block_size, table.shape[2:], strict=True)
     )
-    some = rows @ (table > EMPTY).float() @ columns.T > 0
-    every = rows @ (table < FULL).float() @ columns.T == 0
+    some = rows @ (table > EMPTY).type_as(rows) @ columns.T > 0
+    every = rows @ (table < FULL).type_as(rows) @ columns.T == 0
     kinds = some.to(torch.uint8) + (some & every).to(torch.uint8)
     places = (kinds == PARTIAL).nonzero()
     q, k = (_padded(x, n) for x, n in zip((queries, keys), size, strict=True))
@@ -109,7 +109,7 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
 def _touched(positions: Tensor, tile: int, block: int, blocks: int) -> Tensor:
     """Return whether a tile of positions has one of a block, float [tiles, blocks]."""
     tiles = torch.arange(len(positions)) // tile
-    touched = torch.zeros(int(tiles[-1]) + 1, blocks)
+    touched = torch.zeros(int(tiles[-1]) + 1, blocks, dtype=torch.float32)
     touched[tiles, positions // block] = 1
     return touched
 
