@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from lightning_cp.plans import LOCAL, Plan, split
 
 TEXT, IMAGE, CONTEXT, WIDTH, HEADS = 7, 15, 6, 24, 4
 
-compiled_flex = torch.compile(flex_attention, backend="eager")
 ATTENTION = {"image": split(1, "image"), "text": split(1, "text")}
 PLAN = Plan(
     {"blocks": ATTENTION},
@@ -53,6 +53,11 @@ def dense(mask: Any) -> Tensor:
     return visible.expand(lengths)
 
 
+def compiled() -> Any:
+    """The file with the compiled function. Its import takes seconds, because it loads the compiler."""
+    return importlib.import_module("tests.dist.engine.compiled_flex")
+
+
 def attend(way: str, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """Attention of [b, h, s, d] by a block mask, or in one process by a dense one."""
     scale, grouped = 0.3, k.shape[1] < q.shape[1]
@@ -71,7 +76,7 @@ def attend(way: str, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         mod = (lambda score, b, h, q, k: score) if way == "score_mod" else None
         return flex_attention(q, k, v, mod, return_aux=AuxRequest(max_scores=True))[0]
     if way == "compiled":
-        out = compiled_flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+        out = compiled().compiled_flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
     else:
         out = flex_attention(q, k, v, None, mask, scale, grouped, way == "lse", kernel_options={"BLOCK_M": 16})
     if isinstance(out, tuple):
@@ -115,6 +120,8 @@ class Model(nn.Module):
     def __init__(self, way: str = "flex", kv_heads: int = HEADS) -> None:
         super().__init__()
         torch.manual_seed(0)
+        if way == "compiled":
+            compiled()
         self.blocks = nn.ModuleList([Block(way, kv_heads) for _ in range(2)])
         self.proj_out = nn.Linear(WIDTH, 3)
         self.run: Any = lambda block, *args: block(*args)
