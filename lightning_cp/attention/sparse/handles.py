@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lightning_cp.attention.sparse.mask import SparseMask
+from lightning_cp.attention.sparse.mask import MASK, SparseMask
 from lightning_cp.comm.transforms import uncompiled
 from lightning_cp.errors import ShapeError
 
@@ -45,7 +45,7 @@ def handle_of(block_mask: Any) -> Tensor:
 
 def _is_current(block_mask: Any) -> bool:
     """Return False for a copy of a block mask that was given another `mask_mod`."""
-    return isinstance(block_mask, SparseMask) or block_mask._lightning_cp_mask.mask_mod is block_mask.mask_mod
+    return isinstance(block_mask, SparseMask) or getattr(block_mask, MASK).mask_mod is block_mask.mask_mod
 
 
 def _add_handle(block_mask: Any) -> Tensor:
@@ -61,7 +61,7 @@ def new_handle(mask: SparseMask) -> Tensor:
     if shared is None:
         shared = _by_number[number] = replace(mask, kept=mask.kept)
     handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-    handle._lightning_cp_mask = shared  # type: ignore[attr-defined]
+    setattr(handle, MASK, shared)
     return handle
 
 

@@ -18,6 +18,7 @@ T = TypeVar("T")
 # tensors that can be broadcast to each other, and so must the result be.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its SparseMask
 _SAMPLED = 512  # pairs of positions that enter the checksum of a mask, besides its table
 
 
@@ -57,7 +58,7 @@ class SparseMask:
         if isinstance(block_mask, SparseMask):
             return block_mask
         try:
-            kept: SparseMask | None = getattr(block_mask, "_lightning_cp_mask", None)
+            kept: SparseMask | None = getattr(block_mask, MASK, None)
             if kept is not None and kept.mask_mod is block_mask.mask_mod:
                 return kept
             counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
@@ -74,7 +75,7 @@ class SparseMask:
             kinds = torch.where(_dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
         kinds = kinds[:, :, : -(-lengths[0] // size[0])].cpu()
         mask = SparseMask(mask_mod, kinds, lengths, size, counts.device)
-        block_mask._lightning_cp_mask = mask
+        setattr(block_mask, MASK, mask)
         return mask
 
     @staticmethod
