@@ -12,7 +12,7 @@ from lightning_cp.attention.arguments import attention_dtype, check_settings, ch
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, four_dims, report_refusal, settings_of
 from lightning_cp.attention.derivatives import call_attention
-from lightning_cp.attention.sparse.mask import SparseMask
+from lightning_cp.attention.sparse.handles import handle_of
 from lightning_cp.config import context_config
 from lightning_cp.mesh.groups import SINGLE_RANK, groups_for
 
@@ -130,7 +130,7 @@ def context_parallel_attention(
     try:
         check_types(query=query, key=key, value=value, attn_mask=attn_mask)
         check_settings(dropout_p, is_causal, scale, enable_gqa)
-        sparse = None if block_mask is None else SparseMask.from_block_mask(block_mask)
+        handle = None if block_mask is None else handle_of(block_mask)
         sizes = [lengths_of(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
         if q_lengths is None or kv_lengths is None:
@@ -142,9 +142,9 @@ def context_parallel_attention(
     lengths = (sizes[0], sizes[1])
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         return attend_across(
-            query, key, value, attn_mask, settings, lengths=lengths, sparse=sparse, return_lse=return_lse
+            query, key, value, attn_mask, settings, lengths=lengths, block_mask=handle, return_lse=return_lse
         )
-    if sparse is not None:
+    if block_mask is not None:
         raise ValueError("block_mask cannot be used with start_ulysses: pass tensors")
     if groups.shares is not None:
         raise ValueError(f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares")
@@ -159,17 +159,18 @@ def attend_across(
     settings: Settings,
     *,
     lengths: tuple[list[int], list[int]],
-    sparse: SparseMask | None = None,
+    block_mask: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `context_parallel_attention` from resolved settings, for the engine. Traceable by torch.compile.
 
-    Args: lengths: number of queries and of keys on each rank, in rank order; empty if unknown.
+    Args:
+        lengths: number of queries and of keys on each rank, in rank order; empty if unknown.
+        block_mask: handle of the mask of the whole sequence, see `sparse.handles`.
     """
     # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
     mask = four_dims(mask, key)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
-    handle = None if sparse is None else sparse.handle()
-    out, lse = call_attention(query, key, value, mask, handle, *lengths, return_lse, *settings)
+    out, lse = call_attention(query, key, value, mask, block_mask, *lengths, return_lse, *settings)
     return (out, lse) if return_lse else out

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
 from lightning_cp.attention.prepared import prepare_attention, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
-from lightning_cp.attention.sparse.mask import mask_of_handle
+from lightning_cp.attention.sparse.handles import mask_of_handle
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compat.compiler_options import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
@@ -57,7 +57,7 @@ def run_attention(
 ) -> ForwardResults:
     """Compute attention: query [b, s_local, hq, d] -> out, same shape, and lse [b, s_local, hq].
 
-    With Ulysses lse is empty unless `with_lse`. block_mask: see `SparseMask.handle`. The other arguments: see
+    With Ulysses lse is empty unless `with_lse`. block_mask: see `sparse.handles`. The other arguments: see
     `exchange_lengths` and `Settings`.
     """
     call = prepare_attention(
@@ -165,7 +165,7 @@ def run_attention_backward(
         grad_lse: gradient of lse; None if lse was not used.
         saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange. See `ForwardResults`.
         mask: mask after the Ulysses exchange.
-        block_mask: see `SparseMask.handle`.
+        block_mask: see `sparse.handles`.
         encoded_lengths: result of `encode_lengths`.
         key_shape: shape of the key passed to forward.
         settings: see `Settings`.

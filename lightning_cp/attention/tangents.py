@@ -19,7 +19,7 @@ from lightning_cp.attention.call import Settings
 from lightning_cp.attention.keys import Ring, key_tangents
 from lightning_cp.attention.prepared import prepared_again
 from lightning_cp.attention.ring import ring_keys
-from lightning_cp.attention.sparse.mask import mask_of_handle
+from lightning_cp.attention.sparse.handles import mask_of_handle
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.kernels import Inputs, PartialAttention
 

@@ -62,6 +62,7 @@ __all__ = [
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
+    "keep_static",
     "lerp_all_",
     "make_wrapper_subclass",
     "module_call_code",
@@ -113,6 +114,11 @@ def allow_dynamic(x: torch.Tensor, dim: int) -> None:
     """Let torch.compile treat the size of a dim as dynamic, unless the compiled code needs it to be static."""
     if dynamo_is_imported():
         torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def keep_static(x: torch.Tensor, dim: int) -> None:
+    """Let torch.compile make the size of a dim a constant."""
+    torch._dynamo.mark_static(x, dim)
 
 
 def is_functional(operator: Any) -> bool:

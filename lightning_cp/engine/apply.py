@@ -12,8 +12,7 @@ from lightning_cp.comm.shards import compare_shares
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
-from lightning_cp.engine.attention.attention_dispatch import kernel_for
-from lightning_cp.engine.attention.diffusers_dispatch import backends_of
+from lightning_cp.engine.attention.diffusers_dispatch import backends_of, kernel_for
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.peers.comparison import PeerCheck, forwards_to_check
 from lightning_cp.engine.rules.compiling import compile_rules

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cp.attention.sparse.handles import handle_of, is_block_mask
 from lightning_cp.comm.lost_connections import is_failed_exchange
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
@@ -25,7 +26,7 @@ from lightning_cp.engine.sharding.missing_split import missing_split
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
-from lightning_cp.nest import tensors
+from lightning_cp.nest import named_leaves, tensors
 
 
 @dataclass(eq=False)
@@ -71,6 +72,7 @@ class ModelHook(EngineHook):
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
             self._record_unsplit_lengths(arguments)
+            self._add_handles(arguments)
             self._wrap_checkpoints(checkpoints)
             if self.padding is not None:
                 args, kwargs = self.padding.before(module, args, kwargs)
@@ -145,6 +147,13 @@ class ModelHook(EngineHook):
         for name, value in arguments.items():
             if name not in split:
                 self.session.current().unsplit_lengths.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
+
+    def _add_handles(self, arguments: dict[str, Any]) -> None:
+        """Make the handles of block masks in the arguments, so that compiled blocks need no graph break for them."""
+        if not torch.compiler.is_compiling():
+            for _, value in named_leaves("", arguments):
+                if is_block_mask(value):
+                    handle_of(value)
 
     def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
         """Wrap checkpoint functions, so that recomputed blocks use the `Call` of their forward.

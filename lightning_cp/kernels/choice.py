@@ -34,6 +34,7 @@ TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 # diffusers backend name -> kernel name, for backends with a kernel here.
 DIFFUSERS_BACKENDS: dict[str, str] = {
     "native": "auto",
+    "flex": "auto",
     "_native_flash": "flash",
     "_native_cudnn": "cudnn",
     "_native_efficient": "efficient",

@@ -119,8 +119,8 @@ class Attention:
     """Modalities of queries and keys in a module's attention, and the layout of its mask.
 
     Attributes:
-        queries: modalities of the queries.
-        keys: modalities of the keys; None: the modalities of the queries.
+        queries: modalities of the queries, in the order in which the module concatenates them. (Block masks need it.)
+        keys: modalities of the keys, in this order; None: the modalities of the queries.
         mask: layout of the mask at the attention call.
             "given": the layout that `context_parallel_attention` takes.
             "padded": like "given", but the model's own code has appended columns, because the mask has more columns
@@ -137,6 +137,7 @@ class Attention:
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
         log_base: name of a kept argument, a number of tokens. If it is given, the softmax scale is multiplied by
             sqrt(log(s) / log(log_base)), where s is the number of queries on all ranks.
+        ordered: False: the order of the modalities is not known. (Modules that the plan does not list.)
     """
 
     queries: Modalities
@@ -147,6 +148,7 @@ class Attention:
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     replaces_processors: tuple[str, ...] = ()
     log_base: str = ""
+    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,8 @@ class Plan:
         halos: convolutions in the blocks that need neighbouring rows: (dim of the input with the rows, modality).
         attention: modalities that attend to each other, by module; LOCAL if the keys are replicated. A key is the
             module's path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list
-            alone is the blocks' own forward. Modules that are not listed attend over all modalities.
+            alone is the blocks' own forward. Modules that are not listed attend over all modalities. Modalities are in
+            the order in which the module concatenates them: it is the order of block masks, unless `patches` has one.
             A tuple of `Attention`s and LOCAL is for a module with several attention calls. Calls are distinguished by
             their token counts; LOCAL calls by comparing keys between ranks, which cannot be compiled.
         main: modality that must have at least one token on each rank; other modalities may be shorter than the group.

@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.engine.attention.attention_dispatch import kernel_for
+from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import REGISTERED
 from tests.models import FIRST, TINY

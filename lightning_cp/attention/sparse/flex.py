@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL
 from lightning_cp.attention.sparse.tiles import CUDA_TILE, Tiles
 from lightning_cp.compat.flex_names import flex_backward, flex_forward
+from lightning_cp.compat.torch_names import keep_static
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,7 +68,7 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 def _with_constants(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Make sizes of a tensor constants of compiled kernels. Lengths and numbers of tiles are none: they may change."""
     for dim in dims:
-        torch._dynamo.mark_static(x, dim)
+        keep_static(x, dim)
     return x
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class LocalMask:
             for order, length in zip(mask.orders, mask.lengths, strict=True)
         )
         by_rank = [torch.split(x, list(sizes)) for x, sizes in zip(orders, (queries, keys), strict=True)]
-        self._mask, self._queries, self._keys = weakref.ref(mask), by_rank[0][rank], torch.cat(by_rank[1])
+        self._queries, self._keys = by_rank[0][rank], torch.cat(by_rank[1])
+        self._mask = replace(mask, kept={})  # what the mask keeps refers to this object
         self._heads = heads if mask.kinds.shape[1] > 1 else slice(0, 1)
         self._device = device
         self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)
@@ -66,9 +67,7 @@ class LocalMask:
         tiles = self._kept.get(facts)
         if tiles is None:
             positions = self._keys[self.needs.received] if keys.start < 0 else self._keys[keys.start : keys.stop]
-            mask = self._mask()
-            assert mask is not None, "its handle keeps the mask alive"
-            tiles = tiles_of(mask, self._queries, positions, heads=own, device=self._device)
+            tiles = tiles_of(self._mask, self._queries, positions, heads=own, device=self._device)
             self._kept[facts] = tiles
         return tiles
 

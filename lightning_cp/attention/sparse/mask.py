@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ T = TypeVar("T")
 # tensors that can be broadcast to each other, and so must the result be.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its SparseMask
 _SAMPLED = 512  # pairs of positions that enter the checksum of a mask, besides its table
 
 
@@ -60,8 +59,8 @@ class SparseMask:
         if isinstance(block_mask, SparseMask):
             return block_mask
         try:
-            kept: SparseMask | None = getattr(block_mask, "_lightning_cp_mask", None)
-            if kept is not None:
+            kept: SparseMask | None = getattr(block_mask, MASK, None)
+            if kept is not None and kept.mask_mod is block_mask.mask_mod:
                 return kept
             counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
             full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -77,7 +76,7 @@ class SparseMask:
             kinds = torch.where(_dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
         kinds = kinds[:, :, : -(-lengths[0] // size[0])].cpu()
         mask = SparseMask(mask_mod, kinds, lengths, size, counts.device)
-        block_mask._lightning_cp_mask = mask
+        setattr(block_mask, MASK, mask)
         return mask
 
     @staticmethod
@@ -162,6 +161,18 @@ class SparseMask:
         ]
         return replace(self, orders=(checked[0], checked[1]), kept={})
 
+    def of_queries(self, positions: Tensor) -> SparseMask:
+        """Return the mask of some queries over all keys. Args: positions: of the queries, int64 on the host."""
+        size = self.block_size[0]
+        rows = torch.split(self.kinds[:, :, positions // size], size, 2)
+        kinds = [torch.where((x == x[:, :, :1]).all(2), x[:, :, 0], PARTIAL).to(torch.uint8) for x in rows]
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self.visible(b, h, positions.to(q.device)[q], k)
+
+        lengths = len(positions), self.lengths[1]
+        return SparseMask(visible, torch.stack(kinds, 2), lengths, self.block_size, self.device)
+
     @property
     def area(self) -> float:
         """Share of the pairs of blocks that are not empty: the work, relative to attention without a mask."""
@@ -212,28 +223,8 @@ class SparseMask:
             value = self.kept[facts] = build()
         return value
 
-    def handle(self) -> Tensor:
-        """Return a tensor that stands for the mask in an operator's arguments; it keeps the mask alive."""
-        number = self.keep("number", lambda: next(_numbers))
-        _by_number[number] = self
-        handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-        handle._lightning_cp_mask = self  # type: ignore[attr-defined]
-        return handle
-
-
-_numbers = itertools.count(1)
-_by_number: WeakValueDictionary[int, SparseMask] = WeakValueDictionary()
-
-
-def mask_of_handle(handle: Tensor) -> SparseMask:
-    """Return the mask of a `handle`. Raises: ShapeError: it was freed."""
-    mask = _by_number.get(int(handle))
-    if mask is None:
-        raise ShapeError(
-            "the block mask of this attention was freed before its gradient was computed: keep a reference to it until "
-            "the backward pass has ended"
-        )
-    return mask
+    def __deepcopy__(self, memo: object) -> SparseMask:
+        return self
 
 
 def _dense_table(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:

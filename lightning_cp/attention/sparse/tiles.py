@@ -83,8 +83,8 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
     rows, columns = (
         _touched(x, n, b, m) for x, n, b, m in zip((queries, keys), size, mask.block_size, table.shape[2:], strict=True)
     )
-    some = rows @ (table > EMPTY).float() @ columns.T > 0
-    every = rows @ (table < FULL).float() @ columns.T == 0
+    some = rows @ (table > EMPTY).type_as(rows) @ columns.T > 0
+    every = rows @ (table < FULL).type_as(rows) @ columns.T == 0
     kinds = some.to(torch.uint8) + (some & every).to(torch.uint8)
     places = (kinds == PARTIAL).nonzero()
     q, k = (_padded(x, n) for x, n in zip((queries, keys), size, strict=True))

@@ -15,11 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention.stand_ins import DISPATCH, SDPA, is_attention
+from lightning_cp.engine.attention.stand_ins import DISPATCH, FLEX, SDPA, is_attention, is_flex, original_of
 from lightning_cp.engine.forwards import decorated_function, own_function
 from lightning_cp.errors import PlanError
 
-_FLEX = "torch.nn.attention.flex_attention"
 _FOREIGN = ("torch.", "lightning_cp.engine.", "diffusers.models.attention_dispatch.")
 _CALLS = ("__call__", "forward")
 _DEPTH = 3  # how far functions that call others are followed
@@ -30,21 +29,25 @@ def makes_attention_call(function: object, owner: object = None) -> bool:
 
     Args: owner: the object, or the class, that the function gets as its first argument; None: do not look at methods.
     """
-    return any(is_attention(value) or {SDPA, DISPATCH} & names for value, names in _reached(function, owner))
+    return any(is_attention(value) or {SDPA, DISPATCH, FLEX} & names for value, names in _reached(function, owner))
 
 
-def calls_flex_attention(function: object) -> bool:
-    """Return True if a function, or a helper that it calls, calls torch's `flex_attention`, compiled or not."""
-    for value, names in _reached(function, None):
-        if (getattr(value, "__module__", None), getattr(value, "__name__", None)) == (_FLEX, "flex_attention"):
-            return True
-        if _FLEX in names or {"torch", "attention", "flex_attention"} <= names:  # imported here, or by its path
-            return True
-        used = getattr(value, "__globals__", {})
-        modules = (used.get(name) for name in names if isinstance(used.get(name), types.ModuleType))
-        if "flex_attention" in names and any(getattr(x, "__name__", "") == _FLEX for x in modules):
-            return True
-    return False
+def hides_flex_attention(function: object) -> bool:
+    """Return True if a function, or a helper that it calls, holds `flex_attention` where no stand-in can replace it."""
+    held = (x for value, names in _reached(function, None) for x in _hidden(value, names))
+    return any(is_flex(x) and original_of(x) is x for x in held)
+
+
+def _hidden(function: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yield what a function holds in its closure and defaults, and the functions in partials that it calls by name."""
+    if not _is_followed(function):
+        return
+    yield from _in_cells(function)
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, partial):
+            yield value.func
 
 
 def _reached(function: object, owner: object) -> Iterator[tuple[Any, frozenset[str]]]:
@@ -61,8 +64,7 @@ def _reached(function: object, owner: object) -> Iterator[tuple[Any, frozenset[s
         if (id(value), id(first)) in seen:
             continue
         seen.add((id(value), id(first)))
-        is_known = isinstance(value, types.FunctionType) and not is_attention(value)
-        if not is_known or f"{value.__module__ or ''}.".startswith(_FOREIGN):
+        if not _is_followed(value):
             yield value, frozenset()
             continue
         names = _names(value.__code__)
@@ -71,6 +73,11 @@ def _reached(function: object, owner: object) -> Iterator[tuple[Any, frozenset[s
             left += [(value.__globals__[name], None, depth - 1) for name in names & value.__globals__.keys()]
             left += [(x, first, depth - 1) for x in _in_cells(value)]
             left += [(x, first, depth - 1) for x in _attributes(first, names)]
+
+
+def _is_followed(value: Any) -> bool:
+    is_known = isinstance(value, types.FunctionType) and not is_attention(value)
+    return is_known and not f"{value.__module__ or ''}.".startswith(_FOREIGN)
 
 
 @lru_cache(maxsize=4096)
@@ -149,20 +156,18 @@ def attending_processor(module: Any) -> Any:
     return diffusers.AttnProcessor2_0() if is_same else processor
 
 
-def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False) -> None:
+def check_reachable(module: nn.Module, path: str) -> None:
     """Check that no attention of a module, or of its processor, is computed by other functions.
 
-    Args: may_call_flex: allow calls of `flex_attention`, because the plan refuses the arguments that lead to them.
     Raises: PlanError: it is.
     """
     processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
     forward = own_function(module)
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in _CALLS]
-    if not may_call_flex and any(calls_flex_attention(function) for function in (forward, *methods)):
+    if any(hides_flex_attention(function) for function in (forward, *methods)):
         raise PlanError(
-            f"{path} calls flex_attention. Its block masks and score functions cannot be split over ranks: it must "
-            "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
-            "certain arguments lead to this call, list them in the plan's `refused`"
+            f"{path} holds flex_attention in a closure, a default argument or a partial, where it cannot be "
+            "intercepted: call it by its name, or by that of a compiled flex_attention at the top of a file"
         )
     if processor is not None and not attends(module):
         raise PlanError(

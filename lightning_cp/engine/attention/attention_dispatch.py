@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,27 +10,23 @@ from torch import Tensor
 
 from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
+from lightning_cp.attention.sparse.handles import is_block_mask
+from lightning_cp.engine.attention.block_masks import handle_across
+from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
+from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
 from lightning_cp.engine.attention.outer_masks import gather_token_mask, outer_mask, token_mask
+from lightning_cp.engine.attention.planned_sizes import PlannedSizes
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.attention.scope import without_scope
 from lightning_cp.engine.attention.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.attention.stand_ins import DISPATCH, ORIGINALS, SDPA
-from lightning_cp.engine.session import Session
-from lightning_cp.engine.sharding.lengths import Sizes, are_whole, find_sizes
-from lightning_cp.errors import InterceptionError, PlanError, ShapeError
-from lightning_cp.kernels import kernel_of_backend
-from lightning_cp.plans import LOCAL, Attention
+from lightning_cp.engine.sharding.lengths import Sizes
+from lightning_cp.errors import InterceptionError
 
 
 @dataclass(eq=False)
-class AttentionDispatcher:
-    """Context-parallel attention of a session, for all modules with the same `kinds`.
-
-    `kinds=None`, for plans in diffusers' format: the kind of each call is derived from its token counts.
-    """
-
-    session: Session
-    kinds: tuple[Attention, ...] | None
+class AttentionDispatcher(PlannedSizes):
+    """Context-parallel attention of a session, for all modules with the same `kinds`."""
 
     def __deepcopy__(self, memo: object) -> AttentionDispatcher:
         return self
@@ -54,9 +49,13 @@ class AttentionDispatcher:
         """Replace `diffusers...dispatch_attention_fn`; tensors are [b, s, h, d]."""
         # Plans in diffusers' format do not describe attention. A call without parallel_config has whole keys.
         local = self.kinds is None and parallel_config is None
-        sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
+        sizes = None if local else self.sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
             self._mark_intercepted()
+            if is_block_mask(attn_mask):
+                if dropout_p or is_causal or attention_kwargs:
+                    raise InterceptionError("attention with a block mask takes no dropout, is_causal or other options")
+                return attend_here(self.session, query, key, value, attn_mask, scale=scale, backend=backend)[0]
             arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs
             out: Tensor = without_scope(ORIGINALS[DISPATCH], *arguments, backend=backend)
             return out
@@ -83,6 +82,8 @@ class AttentionDispatcher:
         Without segments, all keys precede the queries or are of the same image: attention is not causal.
         """
         assert self.kinds is not None, "the plan describes this attention"
+        if is_block_mask(mask):
+            raise InterceptionError("block-causal attention of a plan takes no block mask: leave it out")
         call, kind = self.session.current(), self.kinds[0]
         segments, sizes = call.kept.get("segments"), call.sizes(kind.queries)
         if segments is None and kind.cached:
@@ -113,7 +114,7 @@ class AttentionDispatcher:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Replace `F.scaled_dot_product_attention`; tensors are [b, h, s, d]."""
-        sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
+        sizes = self.sizes(query.shape[-2], key.shape[-2], (key, value))
         if sizes is None:
             self._mark_intercepted()
             settings = {"scale": scale, "enable_gqa": enable_gqa}
@@ -128,50 +129,81 @@ class AttentionDispatcher:
         out = self._attend(q, k, v, attn_mask, sizes, dropout_p=dropout_p, causal=is_causal, scale=scale, backend=None)
         return out.transpose(1, 2)
 
-    def _attend(
+    def flex(self, original: object, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Replace `flex_attention`; tensors are [b, h, s, d]."""
+        if self.kinds is not None and self.kinds[0].form == "block_causal":
+            raise InterceptionError("block-causal attention of a plan cannot be computed by flex_attention")
+        return call_flex(self._attend_flex, query, key, value, *args, **kwargs)
+
+    def _attend_flex(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        sizes = self.sizes(query.shape[1], key.shape[1], (key, value))
+        if sizes is None:
+            self._mark_intercepted()
+            return attend_here(self.session, query, key, value, mask, **settings)
+        return self._attend_with_lse(query, key, value, mask, sizes, dropout_p=0.0, causal=False, **settings)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sizes: Sizes, **settings: Any) -> Tensor:
+        return self._attend_with_lse(query, key, value, mask, sizes, **settings)[0]
+
+    def _attend_with_lse(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Any,
         sizes: Sizes,
         *,
         dropout_p: float,
         causal: bool,
         scale: float | None,
-        backend: Any,
-    ) -> Tensor:
-        session = self.session
+        backend: Any = None,
+        grouped: bool = True,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention across ranks. Args: mask: a tensor or a block mask."""
+        session, call, handle = self.session, self.session.current(), None
         self._mark_intercepted()
         if dropout_p:
             raise InterceptionError(f"dropout_p={dropout_p}: context-parallel attention has no dropout; set it to 0")
-        if mask is not None and not isinstance(mask, Tensor):
-            raise InterceptionError(
-                f"a {type(mask).__name__} as attention mask cannot be split over ranks: give a bool or additive "
-                "tensor, and choose a backend that takes tensors"
-            )
-        if mask is not None and self._is_unsplit(mask, query, sizes):
-            raise InterceptionError(
-                f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
-                "`mask(...)`"
-            )
-        if mask is not None and not sizes[1] and self.kinds is not None and self.kinds[0].cached:
-            raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
+        if is_block_mask(mask):
+            mask, handle = None, handle_across(mask, self, sizes)
+        elif mask is not None:
+            self._check_mask(mask, query, sizes)
         settings = settings_of(
             query.shape[-1],
             causal=causal,
             scale=self._scale(scale, query),
-            groups=session.current().groups.name,
+            groups=call.groups.name,
             config=session.config,
             kernel=kernel_for(session, backend),
+            grouped=grouped,
         )
-        evaluation = session.current().evaluation
-        if evaluation is not None:
-            return evaluation.attend(query, key, value, mask, self._split_kind(sizes), sizes=sizes, settings=settings)
+        if call.evaluation is not None:
+            if return_lse:
+                raise InterceptionError("the LSE of attention is not computed with patches (PipeFusion): set patches=1")
+            kind = self.split_kind(sizes)
+            return call.evaluation.attend(query, key, value, mask, kind, sizes=sizes, settings=settings), None
         mask = mask if mask is None else self._split_mask(mask, sizes[1])
-        out = attend_across(query, key, value, mask, settings, lengths=sizes)
-        assert isinstance(out, Tensor), "return_lse is off"
-        return out
+        result = attend_across(
+            query, key, value, mask, settings, lengths=sizes, block_mask=handle, return_lse=return_lse
+        )
+        return result if isinstance(result, tuple) else (result, None)
+
+    def _check_mask(self, mask: Any, query: Tensor, sizes: Sizes) -> None:
+        if not isinstance(mask, Tensor):
+            raise InterceptionError(
+                f"a {type(mask).__name__} cannot be an attention mask: give a bool or additive tensor, a BlockMask, or "
+                "a lightning_cp.SparseMask"
+            )
+        if self._is_unsplit(mask, query, sizes):
+            raise InterceptionError(
+                f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
+                "`mask(...)`"
+            )
+        if not sizes[1] and self.kinds is not None and self.kinds[0].cached:
+            raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
 
     def _scale(self, scale: float | None, query: Tensor) -> float | None:
         """Return the softmax scale; if it depends on the number of tokens, for the tokens of all ranks."""
@@ -182,72 +214,6 @@ class AttentionDispatcher:
         tokens = sum(call.lengths[modality] for modality in kind.queries)
         local_scale: float = query.shape[-1] ** -0.5 if scale is None else scale
         return local_scale * math.sqrt(math.log(tokens, base))
-
-    def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
-        """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.
-
-        Empty lists: the numbers are unknown or ambiguous here; attention then exchanges the lengths between ranks.
-
-        Args: queries, keys: number of tokens on this rank. contents: keys and values.
-        Raises: PlanError: this rank's numbers fit no attention of the plan.
-        """
-        if self.kinds is None:
-            return find_sizes(self.session, queries, keys)
-        if self.kinds[0].ragged:
-            return [], []
-        call = self.session.current()
-        rank, expected = call.groups.context_rank, []
-        if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
-            return None
-        for kind in self.kinds:
-            sizes = self._sizes_of(kind, keys)
-            if (queries, keys) == (sizes[0][rank], sizes[1][rank]):
-                self._check_distinct(kind, sizes, keys)
-                return None if kind.keys == LOCAL else sizes
-            if kind.cached and queries == sizes[0][rank] and keys > sizes[1][rank]:
-                return [], []  # every rank has kept keys of its own
-            to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
-            expected.append(f"{sizes[0][rank]} and {sizes[1][rank]} ({' + '.join(kind.queries)} to {to})")
-        raise PlanError(
-            f"attention got {queries} queries and {keys} keys, expected {', or '.join(expected)} on this rank: the "
-            "plan does not fit this model"
-        )
-
-    @property
-    def _has_local_among_others(self) -> bool:
-        """True if calls with the same queries may have whole or sharded keys: token counts do not distinguish them."""
-        kinds = self.kinds or ()
-        split = {kind.queries for kind in kinds if kind.keys != LOCAL}
-        return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
-
-    def _sizes_of(self, kind: Attention, keys: int) -> Sizes:
-        call = self.session.current()
-        if kind.keys == LOCAL:
-            return call.sizes(kind.queries), [keys] * call.groups.context_size
-        return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
-
-    def _split_kind(self, sizes: Sizes) -> Attention | None:
-        """Return the first kind of attention over split keys that has these sizes."""
-        split = [kind for kind in self.kinds or () if kind.keys != LOCAL and not kind.ragged]
-        return next((kind for kind in split if self._sizes_of(kind, 0) == sizes), None)
-
-    def _check_distinct(self, chosen: Attention, sizes: Sizes, keys: int) -> None:
-        """Check that token counts distinguish this call from other kinds of attention on every rank.
-
-        Raises: ShapeError: on some rank they are equal, because it has too few tokens.
-        """
-        call, pairs = self.session.current(), list(zip(*sizes))
-        for kind in self.kinds or ():
-            modalities = (*kind.queries, *(kind.keys or ()))
-            if kind == chosen or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
-                continue
-            other = list(zip(*self._sizes_of(kind, keys)))
-            if pairs != other and any(a == b for a, b in zip(pairs, other)):
-                raise ShapeError(
-                    f"attention of {' + '.join(chosen.queries)} and of {' + '.join(kind.queries)} have the same "
-                    f"numbers of queries and keys on a rank ({pairs} and {other}, in rank order), "
-                    "which distinguish them: use lower degrees, or more tokens"
-                )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
         """Return True for a key mask over all keys of several modalities that was not split.
@@ -276,24 +242,3 @@ class AttentionDispatcher:
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
         check_recomputation(self.session.current())
-
-
-def kernel_for(session: Session, backend: Any) -> str:
-    """Choose the session's kernel; if that is "auto", the kernel of diffusers' backend.
-
-    The backend is the processor's (`backend`), or the active one of diffusers' registry if the processor has none.
-
-    Raises: InterceptionError: a backend that the plan refuses, because the model's code has special cases for it.
-    """
-    if backend is None and session.backends is not None:
-        backend = session.backends._active_backend
-    name = getattr(backend, "value", backend)
-    refused = session.rules.refused_backends
-    if name in refused:
-        raise InterceptionError(
-            f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set "
-            "another backend"
-        )
-    if session.kernel != "auto":
-        return session.kernel
-    return "auto" if backend is None else kernel_of_backend(name)

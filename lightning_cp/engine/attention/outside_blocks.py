@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,13 @@ class UnplannedAttention:
         self._check(key, value, key.shape[-2])
         out: Tensor = without_scope(ORIGINALS[SDPA], query, key, value, *args, **kwargs)
         return out
+
+    def flex(
+        self, original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Check the keys, then call `flex_attention`; tensors are [b, h, s, d]."""
+        self._check(key, value, key.shape[-2])
+        return without_scope(original, query, key, value, *args, **kwargs)
 
     def _check(self, key: Tensor, value: Tensor, keys: int) -> None:
         call = self.session.call

@@ -27,6 +27,11 @@ class ScopedAttention(Protocol):
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute attention; tensors are [b, h, s, d]."""
 
+    def flex(
+        self, original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute `flex_attention`, or call the original function; tensors are [b, h, s, d]."""
+
 
 @dataclass(eq=False)
 class Scope:

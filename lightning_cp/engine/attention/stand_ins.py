@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import update_wrapper, wraps
-from types import ModuleType
+from functools import partial, update_wrapper, wraps
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.nn.attention.flex_attention as flex_module
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,11 +25,12 @@ from torch.nn import functional as F
 from lightning_cp.compat.torch_names import function_modes, script_as, trace_as_before, trace_into
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.dropout import drop
+from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
 from lightning_cp.engine.attention.replay import RECOMPUTING
 from lightning_cp.engine.attention.scope import SCOPE, Scope, without_scope
 from lightning_cp.errors import InterceptionError
 
-SDPA, DISPATCH = "scaled_dot_product_attention", "dispatch_attention_fn"
+SDPA, DISPATCH, FLEX = "scaled_dot_product_attention", "dispatch_attention_fn", "flex_attention"
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 _SKIP = "AttentionScoreSkipFunctionMode"  # mode set by diffusers' guiders: attention then returns `value`
@@ -53,16 +55,22 @@ def install_stand_ins(user: object) -> None:
         return
     for module, name in _functions():
         function = getattr(module, name)
-        if id(function) not in _STAND_INS and id(function) not in _UNDER:
-            stand_in = _stand_in(name, function)
-            stand_in.__module__ = module.__name__  # it is pickled by name, like the original
-            script_as(stand_in, function)
-            _TRACED[function] = stand_in
-            _STAND_INS[id(function)], _UNDER[id(stand_in)] = stand_in, function
+        _add(module.__name__, name, function)
         if name in (SDPA, DISPATCH):
             ORIGINALS[name] = original_of(function)
     _exchange_in_modules(_STAND_INS)
     trace_into(_TRACED)
+
+
+def _add(module: str, name: str, function: _Function) -> _Function | None:
+    """Return the stand-in for a function, made once; None if the function is one."""
+    if id(function) not in _STAND_INS and id(function) not in _UNDER:
+        stand_in = _stand_in(name, function)
+        stand_in.__module__ = module  # it is pickled by name, like the original
+        script_as(stand_in, function)
+        _TRACED[function] = stand_in
+        _STAND_INS[id(function)], _UNDER[id(stand_in)] = stand_in, function
+    return _STAND_INS.get(id(function))
 
 
 def release_stand_ins(user: object) -> None:
@@ -104,11 +112,19 @@ def is_attention(function: object) -> bool:
     if function is F.scaled_dot_product_attention or any(function is x for x in ORIGINALS.values()):
         return True
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", None)
-    return (module, name) == (_DISPATCH_MODULE, DISPATCH)
+    return (module, name) == (_DISPATCH_MODULE, DISPATCH) or is_flex(function)
+
+
+def is_flex(function: object) -> bool:
+    """Return True for torch's `flex_attention`, compiled or not, and for its stand-ins."""
+    return (
+        isinstance(function, FunctionType) and function.__name__ == FLEX and function.__module__ == flex_module.__name__
+    )
 
 
 def _functions() -> Iterator[tuple[ModuleType, str]]:
     yield F, SDPA
+    yield flex_module, FLEX
     dispatch = sys.modules.get(_DISPATCH_MODULE)
     if hasattr(dispatch, DISPATCH):  # else it is being imported
         assert dispatch is not None
@@ -132,6 +148,8 @@ def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
 def _exchange(container: Any, table: Mapping[int, _Function]) -> None:
     for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
         other = table.get(id(value))
+        if other is None and table is _STAND_INS and is_flex(value):
+            other = _add(flex_module.__name__, FLEX, value)  # one that the user has compiled
         if other is not None:
             container[key] = other
 
@@ -153,7 +171,7 @@ class _OfBuiltin:
 
 
 def _stand_in(name: str, original: _Function) -> _Function:
-    makers = {SDPA: _sdpa, DISPATCH: _dispatch, **RECOMPUTING}
+    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, **RECOMPUTING}
     stand_in = makers[name](original) if name in makers else _dropout(name, original)
     return _OfBuiltin(stand_in) if inspect.isbuiltin(original) else stand_in
 
@@ -184,6 +202,20 @@ def _dispatch(original: _Function) -> _Function:
         return scope.attention.dispatch(query, key, value, *args, **kwargs)
 
     return dispatch_attention_fn
+
+
+def _flex(original: _Function) -> _Function:
+    @wraps(original, updated=())  # without the attributes by which dynamo recognises a compiled function
+    def flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scope = SCOPE.get()
+        if scope is not None and scope.attention is not None:
+            return scope.attention.flex(original, query, key, value, *args, **kwargs)
+        mask = args[1] if len(args) > 1 else kwargs.get("block_mask")
+        if scope is None or mask is None:
+            return original(query, key, value, *args, **kwargs)
+        return call_flex(partial(attend_here, scope.session), query, key, value, *args, **kwargs)
+
+    return flex_attention
 
 
 def _dropout(name: str, original: _Function) -> _Function:

@@ -141,7 +141,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if inner is getattr(owner, "processor", None):  # a processor with weights: its owner is checked
             continue
         if kinds and not special:
-            check_reachable(inner, at, may_call_flex=bool(plan.refused))
+            check_reachable(inner, at)
         if special or attends(inner):
             attends_anywhere = True
             yield at, kinds
@@ -180,7 +180,9 @@ def _keys(stack: str, name: str, plan: Plan) -> list[str]:
 def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
     """Return the kinds of attention of a module in a block; none for LOCAL."""
     keys = _keys(stack, name, plan)
-    entry = plan.attention[keys[0]] if keys else plan.modalities
+    if not keys:
+        return (Attention(plan.modalities, ordered=len(plan.modalities) == 1),)
+    entry = plan.attention[keys[0]]
     if isinstance(entry, Attention):
         return (entry,)
     kinds = tuple(kind for kind in entry if isinstance(kind, Attention))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.sparse.handles import is_block_mask
 from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
@@ -42,6 +43,8 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
             return _shard_count(x, spec, name=name, session=session)
         if isinstance(x, slice) and isinstance(spec, Split) and len(spec.modalities) == 1:
             return _shard_slice(x, spec.modalities, session.current())
+        if isinstance(spec, Mask) and is_block_mask(x):
+            return x  # of the whole sequence; attention selects this rank's part
         if isinstance(x, Tensor) and isinstance(spec, Mask):
             return _shard_mask(x, spec, name=name, session=session)
         if isinstance(x, Tensor) and isinstance(spec, Split):

@@ -1,0 +1,119 @@
+"""Handles: tensors that represent sparse masks in the arguments of operators.
+
+A compiled graph gets a handle as an input, so one graph serves all masks of a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from lightning_cp.attention.sparse.mask import MASK, SparseMask
+from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.errors import ShapeError
+
+_HANDLE = "_lightning_cp_handle"
+_LIBRARY = torch.library.Library("lightning_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_numbers = itertools.count(1)
+_by_number: WeakValueDictionary[int, SparseMask] = WeakValueDictionary()
+
+
+def is_block_mask(value: object) -> bool:
+    """Return True for a BlockMask of torch and for a SparseMask."""
+    return isinstance(value, (BlockMask, SparseMask))
+
+
+def handle_of(block_mask: Any) -> Tensor:
+    """Return the handle of a `BlockMask` or `SparseMask`. It keeps the mask alive, and is an attribute of it.
+
+    In compiled code, the first use of a mask is a graph break, unless `handle_of` was called for it before.
+    Raises: TypeError: it is no block mask.
+    """
+    handle = getattr(block_mask, _HANDLE, None)
+    if isinstance(handle, Tensor) and (torch.compiler.is_compiling() or _is_current(block_mask)):
+        return handle
+    made: Tensor = uncompiled(_add_handle)(block_mask)
+    return made
+
+
+def _is_current(block_mask: Any) -> bool:
+    """Return False for a copy of a block mask that was given another `mask_mod`."""
+    return isinstance(block_mask, SparseMask) or getattr(block_mask, MASK).mask_mod is block_mask.mask_mod
+
+
+def _add_handle(block_mask: Any) -> Tensor:
+    handle = new_handle(SparseMask.from_block_mask(block_mask))
+    object.__setattr__(block_mask, _HANDLE, handle)  # a SparseMask is frozen
+    return handle
+
+
+def new_handle(mask: SparseMask) -> Tensor:
+    """Return a new handle. It refers to a copy of the mask, so that a mask that has a handle is no reference cycle."""
+    number = mask.keep("number", lambda: next(_numbers))
+    shared = _by_number.get(number)
+    if shared is None:
+        shared = _by_number[number] = replace(mask, kept=mask.kept)
+    handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+    setattr(handle, MASK, shared)
+    return handle
+
+
+def mask_of_handle(handle: Tensor) -> SparseMask:
+    """Return the mask of a handle. Raises: ShapeError: it was freed."""
+    mask = _by_number.get(int(handle))
+    if mask is None:
+        raise ShapeError(
+            "the block mask of this attention was freed before its gradient was computed: keep a reference to it until "
+            "the backward pass has ended"
+        )
+    return mask
+
+
+def _select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
+    mask, facts = mask_of_handle(handle), (tuple(queries), tuple(keys))
+
+    def build() -> SparseMask:
+        positions = [_positions(x) for x in facts]
+        if positions[0] is not None and len(positions[0]) < mask.lengths[0]:
+            return mask.of_queries(positions[0])
+        return mask.in_order(*(torch.arange(n) if x is None else x for x, n in zip(positions, mask.lengths)))
+
+    return new_handle(mask.keep(("selected", *facts), build))
+
+
+def _positions(places: Sequence[int]) -> Tensor | None:
+    if not places:
+        return None
+    return torch.cat([torch.arange(a, a + n) for a, n in zip(places[::2], places[1::2], strict=True)])
+
+
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "select_block_mask(Tensor handle, SymInt[] queries, SymInt[] keys) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("select_block_mask", _select, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("lightning_cp::select_block_mask", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
+    """Return the handle of a mask for tokens in the order in which ranks hold them, or for some of the queries.
+
+    The selected mask is kept with the original, and made once.
+
+    Args: queries, keys: ranges of positions, each as its first position and its length; empty: all, ascending.
+    """
+    if not (queries or keys):
+        return handle
+    selected: Tensor = torch.ops.lightning_cp.select_block_mask(handle, list(queries), list(keys))
+    return selected

@@ -1,0 +1,121 @@
+"""Block masks of a model: the tokens of the whole sequence, in the order in which ranks hold them.
+
+A block mask is written for the model's sequence ([text | image]). Over all ranks, the tokens have another order: the
+first rank's text, its image, the second rank's text, and so on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.sparse import SparseMask
+from lightning_cp.attention.sparse.handles import handle_of, select
+from lightning_cp.engine.attention.planned_sizes import PlannedSizes
+from lightning_cp.engine.session import Call, Session
+from lightning_cp.engine.sharding.lengths import Sizes
+from lightning_cp.errors import InterceptionError
+from lightning_cp.plans import LOCAL, Attention, Modalities
+
+
+def lengths_of(block_mask: Any) -> tuple[int, int]:
+    """Return the number of queries and of keys of a block mask."""
+    queries, keys = block_mask.lengths if isinstance(block_mask, SparseMask) else block_mask.seq_lengths
+    return queries, keys
+
+
+def handle_across(block_mask: Any, planned: PlannedSizes, sizes: Sizes) -> Tensor:
+    """Return the handle of a block mask for queries and keys that are split over the ranks.
+
+    Args: planned: the module's kinds of attention. sizes: number of queries and of keys on each rank.
+    Raises: InterceptionError: the mask has other lengths, or the order of the tokens is not known.
+    """
+    call, kinds = planned.session.current(), planned.kinds
+    if call.evaluation is not None:
+        raise InterceptionError("a block mask cannot be used with patches (PipeFusion): leave it out, or set patches=1")
+    if not (sizes[0] and sizes[1]):
+        raise InterceptionError(
+            "a block mask needs known numbers of queries and keys on each rank, but here token counts are ambiguous, "
+            "keys of earlier forwards are used, or the model drops padding tokens: use an attention mask"
+        )
+    whole = sum(sizes[0]), sum(sizes[1])
+    if not torch.compiler.is_compiling() and lengths_of(block_mask) != whole:  # compiled: the operator checks it
+        raise InterceptionError(
+            f"the block mask is of {lengths_of(block_mask)} queries and keys, but attention has {whole} on all ranks "
+            "together: make it for the whole sequence. (A text with fewer tokens than ranks may be padded to one token "
+            "per rank: use lower degrees.)"
+        )
+    if kinds is None:
+        _check_alone(call, sizes)
+        return handle_of(block_mask)
+    fitting = [kind for kind in kinds if kind.keys != LOCAL and planned.sizes_of(kind, 0) == sizes]
+    places = [
+        [_places(planned.session, kind, x) for x in (kind.queries, kind.queries if kind.keys is None else kind.keys)]
+        for kind in fitting
+    ]
+    if any(x != places[0] for x in places):
+        raise InterceptionError(
+            f"a block mask is used in attention of {', or of '.join(' + '.join(x.queries) for x in fitting)}: these "
+            "calls have the same token counts and other orders of tokens. Make them in separate modules of the plan"
+        )
+    return select(handle_of(block_mask), *places[0])
+
+
+def handle_here(block_mask: Any, call: Call, queries: int, keys: int) -> Tensor:
+    """Return the handle of a block mask for keys that are whole on each rank, and all queries or this rank's.
+
+    Raises: InterceptionError: the mask has other lengths, or the positions of this rank's queries are not known.
+    """
+    lengths, rank = lengths_of(block_mask), call.groups.context_rank
+    if lengths == (queries, keys):
+        return handle_of(block_mask)
+    fitting = [
+        modality
+        for modality, length in call.lengths.items()
+        if length == lengths[0] and call.sizes_of(modality)[rank] == queries
+    ]
+    firsts = {sum(call.parts(modality)[: rank + 1]) for modality in fitting}
+    if len(firsts) != 1 or keys != lengths[1] or call.evaluation is not None:
+        raise InterceptionError(
+            f"the block mask is of {lengths} queries and keys, but attention over whole keys has {queries} queries on "
+            f"this rank and {keys} keys: make it for all tokens of one modality and all keys"
+        )
+    return select(handle_of(block_mask), (firsts.pop(), queries), ())
+
+
+def _places(session: Session, kind: Attention, modalities: Modalities) -> list[int]:
+    """Return the ranges of positions that ranks hold, in rank order, for `select`; empty: ascending."""
+    call = session.current()
+    present = [modality for modality in modalities if call.lengths.get(modality)]
+    if len(present) < 2:
+        return []
+    order = session.rules.patches.order if session.rules.patches else ()
+    if set(present) <= set(order):
+        present.sort(key=order.index)
+    elif not kind.ordered:
+        raise InterceptionError(
+            f"a block mask over {' + '.join(present)} needs the order of these modalities in attention: list them in "
+            "this order for this module in `attention` of the plan"
+        )
+    start, by_rank = 0, [[] for _ in range(call.groups.context_size)]  # type: int, list[list[int]]
+    for modality in present:
+        first = start
+        for rank, length in enumerate(call.sizes_of(modality)):
+            by_rank[rank] += [first, length]
+            first += length
+        start = first
+    return [n for places in by_rank for n in places]
+
+
+def _check_alone(call: Call, sizes: Sizes) -> None:
+    """Check that queries and keys are each of one modality, whose tokens ranks hold in ascending order."""
+    lengths = [n for n in call.lengths.values() if n]
+    sums = {a + b for i, a in enumerate(lengths) for b in lengths[i:]}
+    for each in sizes:
+        if not any(call.sizes((modality,)) == each for modality in call.lengths) or sum(each) in sums:
+            raise InterceptionError(
+                f"a block mask over {sum(each)} tokens cannot be used here: a plan in diffusers' format does not "
+                "describe the order of several modalities. Use a lightning_cp.plans.Plan"
+            )
