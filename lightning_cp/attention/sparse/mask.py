@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,7 +18,7 @@ from lightning_cp.errors import ShapeError
 
 T = TypeVar("T")
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_SAMPLED = 512  # pairs of positions that enter the checksum of a mask, besides its table
+_SAMPLED = 4096  # pairs of positions that enter the checksum of a mask, besides its table
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,15 +161,12 @@ class SparseMask:
         value = zlib.crc32(facts)
         for x in (self.kinds, *self.orders):
             value = zlib.crc32(b"" if x is None else x.numpy().tobytes(), value)
-        partial = (self.kinds == PARTIAL).nonzero()
-        if len(partial):
-            chosen = torch.arange(_SAMPLED) * len(partial) // _SAMPLED
-            b, h, i, j = partial[chosen].unbind(1)
-            inner = torch.arange(_SAMPLED)
-            q, k = (
-                i * self.block_size[0] + inner * 7 % self.block_size[0],
-                j * self.block_size[1] + inner * 11 % self.block_size[1],
-            )
+        undecided = (self.kinds == PARTIAL).nonzero()
+        if len(undecided):
+            chosen = torch.arange(_SAMPLED) * len(undecided) // _SAMPLED
+            b, h, i, j = undecided[chosen].unbind(1)
+            draw = partial(torch.randint, size=(_SAMPLED,), generator=torch.Generator().manual_seed(0))
+            q, k = (x * n + draw(n) for x, n in zip((i, j), self.block_size, strict=True))
             q, k = q.clamp_(max=self.lengths[0] - 1), k.clamp_(max=self.lengths[1] - 1)
             value = zlib.crc32(self.visible(b, h, q, k).expand(_SAMPLED).cpu().numpy().tobytes(), value)
         return value
