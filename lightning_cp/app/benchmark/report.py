@@ -88,10 +88,10 @@ class ResultRow(TypedDict):
     exchanges: int | None
     waited: float | None
     check_cost: float | None
-    samples_per_s: float | None
     work: float
     imbalance: float | None
     sent_share: float | None
+    samples_per_s: float | None
     refused: str
 
 
