@@ -177,7 +177,7 @@ def exchange_lengths(
         if mask is not None:
             lengths = _add_mask_kind(lengths, mask, q, k)
         if sparse is not None and groups.context is not None:
-            groups.keep(("block_mask", sparse.checksum), partial(_compare_block_masks, sparse, groups))
+            sparse.keep(("compared", groups.name), partial(_compare_block_masks, sparse, groups))
     else:
         lengths = _exchange(q, k, mask, check=check, groups=groups, settings=settings, sparse=sparse)
     if sparse is not None:

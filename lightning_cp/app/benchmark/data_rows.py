@@ -56,6 +56,9 @@ def data_rows(tokens: int, figures_by_name: dict[str, DataFigures]) -> list[Resu
             waited=figures.waiting,
             check_cost=None,
             samples_per_s=figures.samples_per_s,
+            work=1.0,
+            imbalance=None,
+            sent_share=None,
             refused=figures.refused,
         )
         for name, figures in figures_by_name.items()

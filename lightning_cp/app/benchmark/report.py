@@ -6,28 +6,70 @@ import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from rich.table import Table
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.subject import HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
+from lightning_cp.app.benchmark.subject import HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED, UNMASKED
 from lightning_cp.files import writing_new
 
+SPARSE = "sparse"  # the workload with sparse masks
 DATA = "data"  # the workload that measures loading and precompute
-_DATA_COLUMNS = ("", "ms", "median", "spread", "samples/s", "waiting")
-_COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
+
+
+class _Column(NamedTuple):
+    """A column of a table: a key of `ResultRow`, and how its value is written."""
+
+    heading: str
+    key: str
+    factor: float = 1.0
+    how: str = ".2f"
+    unit: str = ""
+    missing: str = "–"
+
+    def cell(self, row: ResultRow) -> str:
+        value = row[self.key]  # type: ignore[literal-required]
+        return self.missing if value is None else f"{value * self.factor:{self.how}}{self.unit}"
+
+
+_MS, _SPREAD = _Column("ms", "best_s", 1e3, ".1f"), _Column("spread", "spread", 100, ".0f", " %")
+_LIMIT, _MEDIAN = _Column("× limit", "ratio"), _Column("median", "median_ratio")
+_SENT = _Column("MB sent", "sent_bytes", 1e-6, ".1f")
+_COLUMNS = (
+    *(_MS, _LIMIT, _MEDIAN, _SPREAD),
+    _Column("peak MB a rank", "peak_bytes", 1e-6, ".1f"),
+    _SENT,
+    _Column("exchanges", "exchanges", 1, ".0f"),
+    _Column("waiting", "waited", 100, ".0f", " %"),
+    _Column("peer check", "check_cost", 100, "+.1f", " %", missing=""),
+)
+_COLUMNS_OF = {
+    SPARSE: (
+        *(_Column("area", "work"), _MS, _LIMIT, _MEDIAN, _SPREAD, _SENT),
+        _Column("of the ring", "sent_share", 100, ".0f", " %"),
+        _Column("imbalance", "imbalance"),
+    ),
+    DATA: (
+        *(_MS, _Column("median", "median_s", 1e3, ".1f"), _SPREAD),
+        _Column("samples/s", "samples_per_s"),
+        _Column("waiting", "waited", 100, ".1f", " %"),
+    ),
+}
 
 
 class ResultRow(TypedDict):
     """One subject's figures, as in `bench.csv`.
 
     ratio: fastest repetition as a multiple of the limit, which is the fastest repetition of one process on one thread,
-        divided by the number of ranks.
+        divided by the number of ranks, times `work`.
     median_ratio: the same for the medians.
     spread: interquartile range of the repetitions, divided by the median.
     waited: fraction of a step in which a rank waits; in the workload `data`, the median wait for data, divided by the
         median repetition.
+    work: share of the pairs of a query and a key that a sparse mask allows; 1: no mask.
+    imbalance: see `Subject`.
+    sent_share: bytes sent, as a share of those of a ring without a mask.
     check_cost: fraction of a step that the comparison of arguments between ranks takes: the median over pairs of
         repetitions of the time with it divided by the time without it, minus 1.
     """
@@ -46,6 +88,9 @@ class ResultRow(TypedDict):
     exchanges: int | None
     waited: float | None
     check_cost: float | None
+    work: float
+    imbalance: float | None
+    sent_share: float | None
     samples_per_s: float | None
     refused: str
 
@@ -53,10 +98,11 @@ class ResultRow(TypedDict):
 def rows_of(workload: str, tokens: int, ranks: int, figures_by_name: dict[str, Figures]) -> list[ResultRow]:
     """Return the rows of one set of measurements."""
     one = figures_by_name.get(ONE_THREAD) or figures_by_name[SINGLE_RANK]
+    full_bytes = figures_by_name[UNMASKED].sent_bytes if UNMASKED in figures_by_name else None
     rows = []
     for name, figures in figures_by_name.items():
         times = sorted(figures.times_s)
-        parts = ranks if one.times_s else 1
+        parts = (ranks if one.times_s else 1) / figures.work
         row = ResultRow(
             workload=workload,
             tokens=tokens,
@@ -73,6 +119,9 @@ def rows_of(workload: str, tokens: int, ranks: int, figures_by_name: dict[str, F
             waited=figures.waited,
             check_cost=_check_cost(figures, figures_by_name.get(name + UNCHECKED)),
             samples_per_s=None,
+            work=figures.work,
+            imbalance=figures.imbalance,
+            sent_share=figures.sent_bytes / full_bytes if full_bytes and figures.sent_bytes is not None else None,
             refused=figures.refused,
         )
         rows.append(row)
@@ -111,7 +160,8 @@ def tables(rows: Sequence[ResultRow]) -> list[tuple[str, list[list[str]]]]:
 
 def columns_of(cells: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Return the headings of a table."""
-    return next(columns for columns in (_COLUMNS, _DATA_COLUMNS) if len(columns) == len(cells[0]))
+    columns = next(x for x in (_COLUMNS, *_COLUMNS_OF.values()) if len(x) + 1 == len(cells[0]))
+    return ("", *(column.heading for column in columns))
 
 
 def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
@@ -145,6 +195,13 @@ _ABOUT_DATA = (
     "a step, or a pass over all files or captions. The encoders have random weights and are small: real ones take",
     "longer per sample, and wait less.",
 )
+_ABOUT_SPARSE = (
+    "",
+    "*Sparse* is forward and backward of attention with a sparse mask. *Area* is the share of the pairs of a query and",
+    "a key that the mask allows. The limit is *area* times the time without a mask, divided by the number of ranks.",
+    "*Of the ring* is the number of bytes sent, as a share of those of the ring without a mask. *Imbalance* is the",
+    "work of the busiest rank relative to the mean, counted in whole blocks.",
+)
 
 
 def markdown_page(rows: Sequence[ResultRow], *, machine: str, command: str, pictures: Sequence[str]) -> str:
@@ -167,6 +224,7 @@ def markdown_page(rows: Sequence[ResultRow], *, machine: str, command: str, pict
         "between ranks (`check_peers`) takes: the median over pairs of repetitions with and without it.",
         *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
+        *(_ABOUT_SPARSE if any(row["workload"] == SPARSE for row in rows) else ()),
         *(_ABOUT_DATA if any(row["workload"] == DATA for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
@@ -180,34 +238,10 @@ def markdown_page(rows: Sequence[ResultRow], *, machine: str, command: str, pict
 
 
 def _cells(row: ResultRow) -> list[str]:
-    columns = _DATA_COLUMNS if row["workload"] == DATA else _COLUMNS
+    columns = _COLUMNS_OF.get(row["workload"], _COLUMNS)
     if row["refused"]:
-        return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(columns) - 2)]
-    if columns is _DATA_COLUMNS:
-        return [
-            row["subject"],
-            _formatted(row["best_s"], 1e3, ".1f"),
-            _formatted(row["median_s"], 1e3, ".1f"),
-            _formatted(row["spread"], 100, ".0f", " %"),
-            _formatted(row["samples_per_s"], 1, ".2f"),
-            _formatted(row["waited"], 100, ".1f", " %"),
-        ]
-    return [
-        row["subject"],
-        _formatted(row["best_s"], 1e3, ".1f"),
-        _formatted(row["ratio"], 1, ".2f"),
-        _formatted(row["median_ratio"], 1, ".2f"),
-        _formatted(row["spread"], 100, ".0f", " %"),
-        _formatted(row["peak_bytes"], 1e-6, ".1f"),
-        _formatted(row["sent_bytes"], 1e-6, ".1f"),
-        _formatted(row["exchanges"], 1, ".0f"),
-        _formatted(row["waited"], 100, ".0f", " %"),
-        _formatted(row["check_cost"], 100, "+.1f", " %") if row["check_cost"] is not None else "",
-    ]
-
-
-def _formatted(value: float | None, factor: float, how: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value * factor:{how}}{unit}"
+        return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(columns) - 1)]
+    return [row["subject"], *(column.cell(row) for column in columns)]
 
 
 def count_ranks(ranks: int) -> str:

@@ -14,6 +14,7 @@ from lightning_cp.engine.apply import parallelize
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
 SINGLE_RANK = "one process"  # on a GPU
 UNCHECKED = ", check_peers=off"  # after a mode's name: the same, without comparing arguments between ranks
+UNMASKED = "ring, no mask"
 QUERIES_CALL, HEADS_CALL = "one call: its queries", "one call: its heads"  # a rank's share, nothing sent
 
 
@@ -28,6 +29,8 @@ class Subject:
         threads: number of CPU threads during the step; 0: unchanged.
         is_peer: belongs to another library.
         steps: number of steps that the built function runs.
+        work: share of the work of one process: of the pairs of a query and a key, those that a mask allows.
+        imbalance: pairs of the busiest rank relative to the mean, counted in whole blocks; None: no mask.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Subject:
     threads: int = 0
     is_peer: bool = False
     steps: int = 1
+    work: float = 1.0
+    imbalance: float | None = None
 
 
 def modes(ranks: int) -> dict[str, ContextParallelConfig]:

@@ -48,8 +48,8 @@ _PATCHES, _STEPS = (4, 8), 8
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
     """List the subjects for forward and backward of attention: q, k, v [batch, length, heads, head_dim]."""
-    sizes, own_tokens = _shards(length)
-    step_of = functools.partial(_attention_step, config, length, device)
+    sizes, own_tokens = shards(length)
+    step_of = functools.partial(attention_step, config, length, device)
 
     def sharded(x: Tensor) -> Tensor:
         return x[:, own_tokens]
@@ -69,14 +69,14 @@ def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subj
 
     Ranks: one, in a simulated world (the "fake" backend, which sends nothing).
     """
-    step_of = functools.partial(_attention_step, config, length, device)
+    step_of = functools.partial(attention_step, config, length, device)
     # On a GPU use the same kernel as our modes: PyTorch may choose another one.
     call = _lightning_cp_kernel if device.type == "cuda" else _plain_attention
     subjects = one_process_subjects(lambda: step_of(call), device)
     return subjects + _calls(step_of, config.heads, length, call) + _own_modes(step_of, length)
 
 
-def _attention_step(
+def attention_step(
     config: DictConfig,
     length: int,
     device: torch.device,
@@ -110,7 +110,7 @@ def _attention_step(
 
 def _own_modes(step_of: Callable[..., Callable[[], object]], length: int) -> list[Subject]:
     """List our modes, on this rank's shards."""
-    sizes, own_tokens = _shards(length)
+    sizes, own_tokens = shards(length)
 
     def build(settings: ContextParallelConfig) -> Callable[[], object]:
         settings_of_call: dict[str, Any] = {"parallel_config": settings, "q_lengths": sizes, "kv_lengths": sizes}
@@ -124,7 +124,7 @@ def _calls(
     step_of: Callable[..., Callable[[], object]], heads: int, length: int, call: Attend | None = None
 ) -> list[Subject]:
     """List a rank's work as a single call without communication: a lower bound for the modes if all ranks run it."""
-    _, tokens = _shards(length)
+    _, tokens = shards(length)
     call = call or _plain_attention
     share = assign_heads(heads, heads, dist.get_world_size())[dist.get_rank()].query
     return [
@@ -133,7 +133,7 @@ def _calls(
     ]
 
 
-def _shards(length: int) -> tuple[tuple[int, ...], slice]:
+def shards(length: int) -> tuple[tuple[int, ...], slice]:
     """Return the number of tokens on each rank, and the slice of this rank's tokens."""
     world = dist.get_world_size()
     own_tokens = shard_range(length, world, dist.get_rank())

@@ -30,7 +30,7 @@ from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
-WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "data")
+WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "sparse", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")
 ONE_PROCESS = ("one_rank", "data")
 DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
@@ -48,6 +48,7 @@ def measure_all(config: DictConfig) -> None:
     from lightning_cp.app.benchmark import workloads
     from lightning_cp.app.benchmark.measure import measure_subjects
     from lightning_cp.app.benchmark.report import rows_of
+    from lightning_cp.app.benchmark.sparse import sparse
     from lightning_cp.app.benchmark.unequal import shares
 
     warnings.filterwarnings("ignore")  # from other packages
@@ -73,11 +74,12 @@ def measure_all(config: DictConfig) -> None:
         Path(config.result).write_text(json.dumps(rows) + "\n", encoding="utf-8")
     sets: list[tuple[str, int, Callable[[], Any]]] = []
     for name in (x for x in WORKLOADS if x in config.workloads and x != "data"):
-        work: Any = shares if name == "shares" else getattr(workloads, name)
+        work: Any = {"shares": shares, "sparse": sparse}.get(name) or getattr(workloads, name)
         if name in ATTENTION_WORKLOADS:
             sets += [(name, n, partial(work, config.attention, n, device)) for n in config.attention.lengths]
         else:
-            sets.append((name, config.tokens, partial(work, config, device)))
+            section = config.sparse if name == "sparse" else config
+            sets.append((name, section.tokens, partial(work, section, device)))
     for name, length, subjects_of in sets:
         subjects = [x for x in subjects_of() if config.peers or not x.is_peer]
         traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
@@ -107,9 +109,16 @@ def check_benchmark(config: DictConfig) -> str:
     needed = max(config.ranks) if _real_workloads(config) else 1
     if config.device == "cuda" and needed > gpus:
         return f"ranks={list(config.ranks)}: but there are {gpus} GPUs here; use device=cpu, or bench=cpu"
-    model_workloads = [x for x in config.workloads if x not in ATTENTION_WORKLOADS]
+    model_workloads = [x for x in config.workloads if x not in (*ATTENTION_WORKLOADS, "sparse")]
     if model_workloads and "model" not in config:
         return f"workloads={list(config.workloads)}: these settings have no model; use bench=cpu or bench=four_gpus"
+    if "sparse" in config.workloads:
+        sizes = (config.sparse.tokens, config.sparse.frame, *config.sparse.blocks) if "sparse" in config else ()
+        if not sizes or not all(isinstance(x, int) and x >= 8 for x in sizes):
+            return (
+                f"workloads={list(config.workloads)}: sparse needs settings with a section sparse, as in bench=cpu, in "
+                f"which tokens, frame and blocks are integers of at least 8; got {list(sizes)}"
+            )
     if "data" in config.workloads and ("data" not in config or config.model["_target_"] != DATA_MODEL):
         return (
             f"workloads={list(config.workloads)}: data needs settings with a {DATA_MODEL} and a section data, as in "
@@ -176,6 +185,7 @@ def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw_data, draw_workload
     from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
+    from lightning_cp.app.benchmark.sparse_plots import draw_masks
 
     problem = check_benchmark(config)
     if problem:
@@ -185,7 +195,8 @@ def main(config: DictConfig) -> None:
         run_gpu_stages(config, folder)
         return
     rows = []
-    jobs = [(ranks, 0, _real_workloads(config)) for ranks in config.ranks if _real_workloads(config)]
+    jobs = [(1, 0, ["sparse"])] if "sparse" in config.workloads else []
+    jobs += [(ranks, 0, _real_workloads(config)) for ranks in config.ranks if _real_workloads(config)]
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
     jobs += [(1, 0, ["data"])] if "data" in config.workloads else []
     for ranks, simulated_ranks, workloads in jobs:
@@ -212,8 +223,12 @@ def main(config: DictConfig) -> None:
                 console.print(terminal_table(title, cells))
     write_csv(rows, folder / "bench.csv")
     drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]
+    plots: dict[str, Callable[..., None]] = {
+        "data": draw_data,
+        "sparse": lambda _, path: draw_masks(config.sparse, path),
+    }
     for path in drawn:
-        plot = draw_data if path.stem == "bench_data" else draw_workload
+        plot = plots.get(path.stem.removeprefix("bench_"), draw_workload)
         plot([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
     if config.page is not None:
         page = Path(config.page)

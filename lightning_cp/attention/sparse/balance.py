@@ -31,7 +31,7 @@ def imbalance(mask: SparseMask, lengths: Sequence[int]) -> float:
 def balanced_order(mask: SparseMask, ranks: int) -> Tensor | None:
     """Return an order of tokens with which ranks have about equal work; None: the given order is good.
 
-    Tried are the given order, two chunks for each rank, and blocks, or pieces of them, dealt by their work. The first
+    Tried are the given order, two chunks for each rank, blocks dealt by their work, and pieces of blocks. The first
     with at most 1.1 times the mean on the busiest rank is taken, otherwise the best: orders that keep neighbours
     together need fewer keys of other ranks.
 
@@ -45,7 +45,9 @@ def balanced_order(mask: SparseMask, ranks: int) -> Tensor | None:
         )
     tokens = mask.lengths[0]
     sizes = shard_sizes(tokens, ranks)
-    orders = (torch.arange(tokens), _two_chunks(tokens, ranks), _dealt(mask, sizes))
+    whole = mask.block_size[0]
+    piece = min(whole, -(-tokens // (_PIECES * ranks)) or 1)  # parts of blocks become partial: the last choice
+    orders = (torch.arange(tokens), _two_chunks(tokens, ranks), _dealt(mask, sizes, whole), _dealt(mask, sizes, piece))
     found = [imbalance(mask.in_order(order), sizes) for order in orders]
     best = next((i for i, x in enumerate(found) if x <= _GOOD), found.index(min(found)))
     return None if best == 0 else orders[best]
@@ -66,9 +68,8 @@ def _two_chunks(tokens: int, ranks: int) -> Tensor:
     return torch.cat([torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)])
 
 
-def _dealt(mask: SparseMask, sizes: Sequence[int]) -> Tensor:
-    """Give each piece of a block to the rank with the least work of those with room, the largest first."""
-    piece = min(mask.block_size[0], -(-mask.lengths[0] // (_PIECES * len(sizes))) or 1)
+def _dealt(mask: SparseMask, sizes: Sequence[int], piece: int) -> Tensor:
+    """Give each `piece` tokens to the rank with the least work of those with room, the largest first."""
     blocks = torch.split(torch.arange(mask.lengths[0]), piece)
     area = _area_of_queries(mask)
     work = [area[block].sum().item() for block in blocks]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
+from lightning_cp.attention.sparse.balance import imbalance
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.needed import Needs, find_needs
 from lightning_cp.attention.sparse.runs import KernelFor, attend_runs, attend_runs_backward
@@ -18,6 +19,7 @@ from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
 _log = logging.getLogger("lightning_cp")
+_LOGGED = 8  # messages in a process
 
 
 class LocalMask:
@@ -53,6 +55,8 @@ class LocalMask:
         self._device = device
         self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)
         self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
+        if rank == heads.start == 0 and len(keys) > 1:
+            _log_once(self, mask, queries, keys)
         self._kept: dict[Hashable, Tiles] = {}
 
     def tiles(self, heads: Heads, keys: range) -> Tiles:
@@ -70,6 +74,22 @@ class LocalMask:
             tiles = tiles_of(self._mask, self._queries, positions, heads=own, device=self._device)
             self._kept[facts] = tiles
         return tiles
+
+
+_logged: set[str] = set()
+
+
+def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:
+    """Log what the first masks need: masks that are made in each forward differ each time."""
+    largest, others = local.needs.largest, sum(keys) - min(keys)
+    message = (
+        f"block mask of {mask.lengths[0]} x {mask.lengths[1]} tokens: {mask.area:.2f} of the work of dense attention, "
+        f"{imbalance(mask, queries):.2f} times the mean on the busiest of {len(keys)} ranks; a rank needs up to "
+        f"{largest} of {others} keys of others, and {'only these' if local.sends_few else 'with alltoall all'} are sent"
+    )
+    if message not in _logged and len(_logged) < _LOGGED:
+        _logged.add(message)
+        _log.info(message)
 
 
 def attend_tiles(

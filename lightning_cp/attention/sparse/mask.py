@@ -5,22 +5,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.sparse.tables import MaskMod, call_mask_mod, dense_table, table_of
 from lightning_cp.comm.shards import checked_order
 from lightning_cp.errors import ShapeError
 
 T = TypeVar("T")
-# (sample, head, position of the query, position of the key) -> True if the query attends to the key. All are int64
-# tensors that can be broadcast to each other, and so must the result be.
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 EMPTY, PARTIAL, FULL = 0, 1, 2
 MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its SparseMask
-_SAMPLED = 512  # pairs of positions that enter the checksum of a mask, besides its table
+_SAMPLED = 4096  # pairs of positions that enter the checksum of a mask, besides its table
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +69,9 @@ class SparseMask:
                 "(torch.nn.attention.flex_attention.create_block_mask) or a lightning_cp.SparseMask"
             ) from None
         key_blocks = -(-lengths[1] // size[1])
-        kinds = _dense_table(counts, indices, key_blocks).to(torch.uint8)
+        kinds = dense_table(counts, indices, key_blocks).to(torch.uint8)
         if full[0] is not None:
-            kinds = torch.where(_dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
+            kinds = torch.where(dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
         kinds = kinds[:, :, : -(-lengths[0] // size[0])].cpu()
         mask = SparseMask(mask_mod, kinds, lengths, size, counts.device)
         setattr(block_mask, MASK, mask)
@@ -100,21 +98,7 @@ class SparseMask:
         """
         keys = queries if keys is None else keys
         size = (block_size, block_size) if isinstance(block_size, int) else block_size
-        b, h = (
-            torch.arange(batch, device=device)[:, None, None, None],
-            torch.arange(heads, device=device)[:, None, None],
-        )
-        k, rows = torch.arange(keys, device=device), []
-        columns = torch.arange(0, keys, size[1], device=device)
-        widths = (columns + size[1]).clamp(max=keys) - columns
-        for start in range(0, queries if keys else 0, size[0]):
-            q = torch.arange(start, min(start + size[0], queries), device=device)
-            visible = _call(mask_mod, b, h, q[:, None], k).expand(batch, heads, len(q), keys)
-            blocks = torch.nn.functional.pad(visible, (0, -keys % size[1])).view(batch, heads, len(q), -1, size[1])
-            pairs = blocks.sum((2, 4))
-            rows.append((pairs > 0).to(torch.uint8) + (pairs == widths * len(q)).to(torch.uint8))
-        shape = batch, heads, -(-queries // size[0]), len(columns)
-        kinds = torch.stack(rows, 2) if rows else torch.zeros(shape, dtype=torch.uint8)
+        kinds = table_of(mask_mod, (batch, heads, queries, keys), size, torch.device(device))
         return SparseMask(mask_mod, kinds.cpu(), (queries, keys), size, torch.device(device))
 
     @staticmethod
@@ -185,26 +169,30 @@ class SparseMask:
         value = zlib.crc32(facts)
         for x in (self.kinds, *self.orders):
             value = zlib.crc32(b"" if x is None else x.numpy().tobytes(), value)
-        partial = (self.kinds == PARTIAL).nonzero()
-        if len(partial):
-            chosen = torch.arange(_SAMPLED) * len(partial) // _SAMPLED
-            b, h, i, j = partial[chosen].unbind(1)
-            inner = torch.arange(_SAMPLED)
-            q, k = (
-                i * self.block_size[0] + inner * 7 % self.block_size[0],
-                j * self.block_size[1] + inner * 11 % self.block_size[1],
-            )
+        undecided = (self.kinds == PARTIAL).nonzero()
+        if len(undecided):
+            chosen = torch.arange(_SAMPLED) * len(undecided) // _SAMPLED
+            b, h, i, j = undecided[chosen].unbind(1)
+            draw = partial(torch.randint, size=(_SAMPLED,), generator=torch.Generator().manual_seed(0))
+            q, k = (x * n + draw(n) for x, n in zip((i, j), self.block_size, strict=True))
             q, k = q.clamp_(max=self.lengths[0] - 1), k.clamp_(max=self.lengths[1] - 1)
             value = zlib.crc32(self.visible(b, h, q, k).expand(_SAMPLED).cpu().numpy().tobytes(), value)
         return value
 
-    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return whether queries attend to keys. Args: ints that can be broadcast: sample, head and positions."""
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, in_partial_blocks: bool = False) -> Tensor:
+        """Return whether queries attend to keys.
+
+        Args:
+            b, h, q, k: ints that can be broadcast: sample, head and positions.
+            in_partial_blocks: all pairs lie in partial blocks, so the table is not read, which takes most of the time.
+        """
         b, h, q, k = (x.to(self.device) for x in (b, h, q, k))
+        if in_partial_blocks:
+            return call_mask_mod(self.mask_mod, b, h, q, k)
         kinds = self.keep("kinds", lambda: self.kinds.to(self.device))
         b_of_table, h_of_table = (x.clamp(max=n - 1) for x, n in zip((b, h), kinds.shape, strict=False))
         table = kinds[b_of_table, h_of_table, q // self.block_size[0], k // self.block_size[1]]
-        return (_call(self.mask_mod, b, h, q, k) & (table > EMPTY)) | (table == FULL)
+        return (call_mask_mod(self.mask_mod, b, h, q, k) & (table > EMPTY)) | (table == FULL)
 
     def check_shapes(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Check the sizes of a call, with the numbers of queries and keys of all ranks. Raises: ShapeError."""
@@ -225,27 +213,3 @@ class SparseMask:
 
     def __deepcopy__(self, memo: object) -> SparseMask:
         return self
-
-
-def _dense_table(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
-    """Return bool [b, h, rows, key_blocks] from the number of blocks in each row, and their indices."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros(*counts.shape, key_blocks + 1, dtype=torch.bool, device=indices.device)
-    places = torch.where(listed, indices, key_blocks).long().clamp_(max=key_blocks)
-    return table.scatter_(-1, places, True)[..., :key_blocks]
-
-
-def _call(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Call `mask_mod` with tensors that are broadcast. Raises: ShapeError: the result is no such tensor."""
-    shape = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)  # type: ignore[no-untyped-call]
-    try:
-        result = mask_mod(b, h, q, k)
-        if result.dtype != torch.bool:
-            raise TypeError(f"it returned {result.dtype}, not bool")
-        return result.expand(shape)
-    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-        raise ShapeError(
-            f"mask_mod cannot be called with int64 tensors (sample, head, query, key) of shapes {tuple(b.shape)}, "
-            f"{tuple(h.shape)}, {tuple(q.shape)} and {tuple(k.shape)}: {error}. It must return a bool tensor that "
-            "broadcasts to them, and use operations that broadcast"
-        ) from error

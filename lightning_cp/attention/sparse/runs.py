@@ -50,10 +50,15 @@ class _Run(NamedTuple):
         """Select from a tensor shaped like queries [b, sq, hq, …]."""
         return x[self.samples, self.queries, self.heads]
 
-    def of_keys(self, x: Tensor) -> Tensor:
-        """Select from a tensor shaped like keys [b, sk, hk, d]."""
-        parts = [x[self.samples, keys, self.kv_heads] for keys in self.keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def of_keys(self, x: Tensor) -> list[Tensor]:
+        """Select the ranges of keys from a tensor [b, hk, sk, d]."""
+        x = x[self.samples, self.kv_heads]
+        return [x[:, :, keys] for keys in self.keys]
+
+    def joined_keys(self, x: Tensor) -> Tensor:
+        """Select from a tensor [b, hk, sk, d]. Returns: [b, keys, heads, d]; the tokens of a head are neighbours."""
+        parts = self.of_keys(x)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2)
 
 
 def attend_runs(
@@ -70,14 +75,15 @@ def attend_runs(
     Returns: out in q's dtype; queries without a key: out 0, lse -inf.
     """
     dtype = accumulation_dtype_of(q.dtype)
+    k, v = _by_head(k), _by_head(v)
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    for runs in _rows(tiles, q.shape[2] // k.shape[2]):
+    for runs in _rows(tiles, q.shape[2] // k.shape[1]):
         parts = [
             attend(
                 kernel_for(run.mask),
                 run.of_queries(q),
-                run.of_keys(k),
-                run.of_keys(v),
+                run.joined_keys(k),
+                run.joined_keys(v),
                 mask=run.mask,
                 causal=False,
                 scale=scale,
@@ -107,25 +113,31 @@ def attend_runs_backward(
     Returns: gradients in the accumulation dtype.
     """
     dtype = accumulation_dtype_of(q.dtype)
+    k, v = _by_head(k), _by_head(v)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    for run in (run for runs in _rows(tiles, q.shape[2] // k.shape[2]) for run in runs):
+    for run in (run for runs in _rows(tiles, q.shape[2] // k.shape[1]) for run in runs):
         grads = attend_backward(
             kernel_for(run.mask),
             PartialAttentionGrad(*(None if x is None else run.of_queries(x) for x in grad)),  # type: ignore[arg-type]
             run.of_queries(q),
-            run.of_keys(k),
-            run.of_keys(v),
+            run.joined_keys(k),
+            run.joined_keys(v),
             PartialAttention(*map(run.of_queries, part)),
             mask=run.mask,
             causal=False,
             scale=scale,
         )
         run.of_queries(dq).add_(grads.query)
+        sizes = [keys.stop - keys.start for keys in run.keys]
         for total, x in ((dk, grads.key), (dv, grads.value)):
-            sizes = [keys.stop - keys.start for keys in run.keys]
-            for keys, piece in zip(run.keys, torch.split(x, sizes, 1), strict=True):
-                total[run.samples, keys, run.kv_heads].add_(piece)
-    return Grads(dq, dk, dv)
+            for own, piece in zip(run.of_keys(total), torch.split(x.transpose(1, 2), sizes, 2), strict=True):
+                own.add_(piece)
+    return Grads(dq, dk.transpose(1, 2), dv.transpose(1, 2))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Transpose [b, s, h, d] -> [b, h, s, d] in memory: each key is used in several calls, and kernels need it so."""
+    return x.transpose(1, 2).contiguous()
 
 
 def _rows(tiles: Tiles, queries_per_key: int) -> list[list[_Run]]:

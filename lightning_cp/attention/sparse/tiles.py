@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.sparse.mask import EMPTY, FULL, PARTIAL, SparseMask
+from lightning_cp.attention.sparse.tables import EVALUATED, all_of, any_of
 
 T = TypeVar("T")
 CUDA_TILE = 128  # of the CUDA kernel
-_EVALUATED = 1 << 22  # pairs of positions for which the mask is evaluated at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +85,19 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
     )
     some = rows @ (table > EMPTY).type_as(rows) @ columns.T > 0
     every = rows @ (table < FULL).type_as(rows) @ columns.T == 0
+    decided = rows @ (table != PARTIAL).type_as(rows) @ columns.T > 0  # the table decides some pairs of the tile
     kinds = some.to(torch.uint8) + (some & every).to(torch.uint8)
     places = (kinds == PARTIAL).nonzero()
     q, k = (_padded(x, n) for x, n in zip((queries, keys), size, strict=True))
     index, evaluated, found = kinds.int().div(FULL, rounding_mode="floor"), [], 2
-    for group in torch.split(places, max(1, _EVALUATED // (size[0] * size[1]))):
+    for group in torch.split(places, max(1, EVALUATED // (size[0] * size[1]))):
         b, h, i, j = group.unbind(1)
+        partial = not bool(decided[b, h, i, j].any())
         inside = ((q[i] >= 0)[:, :, None] & (k[j] >= 0)[:, None]).to(mask.device)
         head = (h + heads.start)[:, None, None]
-        tile = mask.visible(b[:, None, None], head, q[i].clamp(min=0)[:, :, None], k[j].clamp(min=0)[:, None]) & inside
-        every_one, some_one = (tile | ~inside).flatten(1).all(1).cpu(), tile.flatten(1).any(1).cpu()
+        positions = q[i].clamp(min=0)[:, :, None], k[j].clamp(min=0)[:, None]
+        tile = mask.visible(b[:, None, None], head, *positions, in_partial_blocks=partial) & inside
+        every_one, some_one = all_of(all_of(tile | ~inside, 1), 1).cpu(), any_of(any_of(tile, 1), 1).cpu()
         is_partial = some_one & ~every_one
         kinds[b, h, i, j] = (some_one.to(torch.uint8) + every_one.to(torch.uint8)).clamp_(max=FULL) * some_one
         index[b, h, i, j] = every_one.int() * some_one

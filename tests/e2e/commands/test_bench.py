@@ -97,6 +97,9 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
             "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, shares",
         ),
         ("~data", "data needs settings with a diffusers.WanTransformer3DModel and a section data, as in bench=cpu"),
+        pytest.param(
+            "workloads=[sparse] sparse.blocks=[0]", "integers of at least 8; got [512, 32, 0]", marks=pytest.mark.full
+        ),
         pytest.param("ranks=[1]", "ranks=[1]: must be integers of at least 2", marks=pytest.mark.full),
         pytest.param(
             "attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1", marks=pytest.mark.full
@@ -106,7 +109,7 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
     ],
 )
 def test_a_wrong_setting_is_one_error(given: str, said: str, tmp_path: Path) -> None:
-    done = _bench(tmp_path, given)
+    done = _bench(tmp_path, *given.split())
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -128,6 +131,26 @@ def test_shares_by_speed_are_measured_beside_equal_ones(tmp_path: Path) -> None:
             row = subjects[f"{mode}, {shares}"]
             assert not row["refused"], row["refused"]
             assert float(row["best_s"]) > 0
+
+
+@pytest.mark.full
+def test_sparse_masks_are_measured_in_one_process_and_on_ranks(tmp_path: Path) -> None:
+    done = _bench(tmp_path, "workloads=[sparse]", f"page={tmp_path / 'page.md'}")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "bench.csv").open() as file:
+        rows = {(row["ranks"], row["subject"]): row for row in csv.DictReader(file)}
+    for row in rows.values():
+        assert not row["refused"], row["refused"]
+        one = rows[row["ranks"], "one process, one thread"]
+        share = float(row["best_s"]) * int(row["ranks"]) / float(one["best_s"])
+        assert float(row["ratio"]) == pytest.approx(share / float(row["work"])), "relative to the work of the mask"
+    frames = rows["2", "frames, blocks of 32"]
+    assert float(frames["work"]) == pytest.approx((16 + 1) / 2 / 16), "16 frames"
+    assert float(frames["sent_share"]) == pytest.approx(2 / 3), "K, V, dK and dV: only rank 0 sends K and V"
+    assert float(frames["imbalance"]) == pytest.approx((9 + 16) / (16 + 1))
+    assert float(rows["2", "frames, blocks of 32, balanced"]["imbalance"]) == 1
+    assert "| frames, blocks of 32 | 0.53 |" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "bench_sparse.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full

@@ -93,3 +93,32 @@ def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
     printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, *quick)
     assert "sweep.csv" in printed
     assert ("hydra/sweeper=optuna" in command) == any(tmp_path.rglob("optimization_results.yaml"))
+
+
+@pytest.mark.full
+def test_the_script_with_a_sparse_mask_runs_on_two_ranks(tmp_path: Path) -> None:
+    write_files("sparse.md", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "sparse_attention.py"]
+    done = warm.run_ranks(2, command, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank}: (1, 256, 4, 32), 0.56 of the work of dense attention" in done.stdout
+
+
+@pytest.mark.full
+def test_the_script_with_packed_samples_trains_on_two_ranks(tmp_path: Path) -> None:
+    write_files("sparse.md", tmp_path)
+    printed = run(tmp_path, "train_packed.py")
+    assert "Epoch 0" in printed
+
+
+def test_code_about_sparse_masks_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/sparse.md").read_text()
+    blocks = re.findall(r"```python\n(?!# \S+\.py)(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block, values := {})
+        if "imbalance" in block:
+            assert capsys.readouterr().out.split() == [f"{25 / 17}", "1.0"]
+            assert values["restored"].equal(values["x"][:, values["order"].argsort()])

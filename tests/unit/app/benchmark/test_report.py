@@ -9,7 +9,7 @@ import pytest
 from lightning_cp.app.benchmark.measure import Figures
 from lightning_cp.app.benchmark.plots import colours, draw_workload
 from lightning_cp.app.benchmark.report import count_ranks, markdown_page, rows_of, tables, write_csv
-from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED
+from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED, UNMASKED
 
 FOUND = {
     ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
@@ -39,6 +39,16 @@ def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
     assert {len(line) for line in cells} == {10}
     write_csv(rows, tmp_path / "bench.csv")
     assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
+
+
+def test_a_sparse_mask_is_compared_with_its_share_of_the_work() -> None:
+    ring = Figures(times_s=[2.0], sent_bytes=8)
+    masked = Figures(times_s=[1.0], sent_bytes=2, work=0.25, imbalance=1.5)
+    rows = rows_of("sparse", 512, 2, {ONE_THREAD: FOUND[ONE_THREAD], UNMASKED: ring, "frames": masked})
+    assert [row["ratio"] for row in rows] == [2, 1, 2], "a quarter of 4 s on 2 ranks is 0.5 s"
+    assert [row["sent_share"] for row in rows] == [None, 1, 0.25]
+    ((_, cells),) = tables(rows)
+    assert cells[-1] == ["frames", "0.25", "1000.0", "2.00", "1.78", "0 %", "0.0", "25 %", "1.50"]
 
 
 def test_the_cost_of_comparing_peers_is_the_median_of_pairs() -> None:
