@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.observer import Transfer
-from lightning_cp.compat.torch_names import DispatchKey, process_groups, tree_iter
+from lightning_cp.compat.dispatch_names import StorageWeakRef, TorchDispatchMode, group_among, run_body, schema_of
+from lightning_cp.compat.torch_names import process_groups, tree_iter
 from lightning_cp.planning.races.events import (
     Access,
     Buffer,
@@ -52,7 +50,6 @@ class Recorder(TorchDispatchMode):
         self._last_waited = 0
         self._in_flight: dict[int, tuple[Started, list[StorageWeakRef]]] = {}  # by number in the process
         self._released: set[int] = set()
-        self._of_transfer: set[int] = set()  # storages of the transfer that was started last
         self._received: Counter[Channel] = Counter()
 
     def started(self, transfer: Transfer) -> None:
@@ -69,7 +66,6 @@ class Recorder(TorchDispatchMode):
             self.trace.messages.setdefault(channel, []).append(content)
         tensors = [x for side in pairs for _, x in side]
         self._in_flight[transfer.number] = event, [StorageWeakRef(x.untyped_storage()) for x in tensors if x.numel()]  # type: ignore[no-untyped-call]
-        self._of_transfer = {x.untyped_storage().data_ptr() for x in tensors}
 
     def waited(self, number: int) -> None:
         """Record the wait, and receive what the peers sent in the round before."""
@@ -102,15 +98,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "lightning_cp":
-            outer, self._operator = self._operator, self._operator or func._schema.name
+            outer, self._operator = self._operator, self._operator or schema_of(func).name
             try:
                 with self:
-                    return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+                    return run_body(func, *args, **kwargs)
             finally:
                 self._operator = outer
         if func.namespace == "c10d":
             self._other_collective(func, args)
-            if func._schema.name == "c10d::alltoall_base_":  # the fake group refuses ranks that send nothing
+            if schema_of(func).name == "c10d::alltoall_base_":  # the fake group refuses ranks that send nothing
                 args = (args[0].new_empty(0), args[1].new_empty(0), args[2], [], [], *args[5:])
         else:
             self._record(func, args, kwargs)
@@ -120,11 +116,8 @@ class Recorder(TorchDispatchMode):
         if not (self._in_flight or self._tags):
             return
         self._find_released()
-        storages = {
-            x.storage for event, _ in self._in_flight.values() for x in (*event.sent, *event.received) if x.storage
-        }
-        name, schema = func._schema.name, func._schema
-        base = name.removeprefix("aten::")
+        storages, schema = self._storages(), schema_of(func)
+        name, base = schema.name, schema.name.removeprefix("aten::")
         is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
         if is_view or base.startswith(_READ_NOTHING) or base.endswith("_like"):
             return
@@ -134,6 +127,10 @@ class Recorder(TorchDispatchMode):
                 self.trace.events.append(Access(name, x.untyped_storage().data_ptr(), spans_of(x), writes))
             if argument.name in self._tags and x.numel():
                 self._check_tag(name, argument.name, x)
+
+    def _storages(self) -> set[int]:
+        """Return the addresses of storages in flight; 0 for empty buffers."""
+        return {x.storage for event, _ in self._in_flight.values() for x in (*event.sent, *event.received)}
 
     def _check_tag(self, operator: str, argument: str, x: Tensor) -> None:
         wrong = x.detach()[x.detach() != self._tags[argument]]
@@ -145,10 +142,9 @@ class Recorder(TorchDispatchMode):
     def _other_collective(self, func: Any, args: Any) -> None:
         """Record a collective that no `Transfer` reports: its order, not its buffers."""
         tensors = [x for x in tree_iter(args) if isinstance(x, Tensor)]
-        if tensors and all(x.untyped_storage().data_ptr() in self._of_transfer for x in tensors):
-            return
-        boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
-        self._collective(dist.ProcessGroup.unbox(boxed), func._schema.name, 0)
+        if tensors and all(x.untyped_storage().data_ptr() in self._storages() for x in tensors):
+            return  # of a transfer that was reported
+        self._collective(group_among(args), schema_of(func).name, 0)
 
     def _collective(self, group: dist.ProcessGroup, name: str, size: int) -> Started:
         buffers = tuple(Buffer(peer, 0, 0, size) for peer in dist.get_process_group_ranks(group))
