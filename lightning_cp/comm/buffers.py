@@ -40,6 +40,10 @@ class Buffers:
                 while len(self._kept) > _KEPT or self.kept_bytes > _KEPT_BYTES:
                     self.kept_bytes -= self._kept.pop(0).numel()
 
+    def kept(self) -> tuple[Tensor, ...]:
+        """Return the buffers in the pool."""
+        return tuple(self._kept)
+
     def forget(self) -> None:
         """Free all buffers in the pool."""
         self._kept.clear()

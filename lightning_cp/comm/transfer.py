@@ -59,9 +59,9 @@ class Pending:
         STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
-        self.works = self.recv_buffers = self.kept_alive = ()
         if OBSERVED.observer is not None:
             OBSERVED.observer.waited(self.number)
+        self.works = self.recv_buffers = self.kept_alive = ()
 
 
 def exchange(
