@@ -31,7 +31,7 @@ class Layout:
     patches: int = 1
     sharded: bool = False
     checkpointing: Checkpointing = "none"
-    rotate_method: str = "allgather"
+    rotate_method: Literal["allgather", "alltoall"] = "allgather"
 
     @property
     def ranks(self) -> int:
@@ -60,9 +60,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The compute stream waits for a transfer. Attributes: number: of its start."""
+    """The compute stream waits for a transfer. Attributes: number: of its start; None: all that have started."""
 
-    number: int
+    number: int | None
 
 
 Event = Compute | Start | Wait
@@ -102,7 +102,7 @@ class Step:
                 for event in part.events:
                     if isinstance(event, Start):
                         yield Start(event.number + offset, event.link, event.sent_bytes)
-                    elif isinstance(event, Wait):
+                    elif isinstance(event, Wait) and event.number is not None:
                         yield Wait(event.number + offset)
                     else:
                         yield event
