@@ -253,7 +253,9 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[Callable[[torch.Tensor
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=allow_real) as mode:
-            mode.cache_enabled = False  # torch would keep the results of each shape for ever
+            mode.cache_enabled = allow_real  # torch would keep the results of each shape for ever
             yield mode.from_tensor
     finally:
+        if allow_real:
+            FakeTensorMode.cache_clear()
         logging.disable(before)

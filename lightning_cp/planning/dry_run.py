@@ -24,6 +24,7 @@ from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.planning.blocks import shorten
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
+from lightning_cp.planning.sharded import shard_weights, weights_mesh
 from lightning_cp.planning.step import Layout, Step
 
 
@@ -67,15 +68,17 @@ def dry_run(
         config = ContextParallelConfig(
             ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
         )
-        groups = groups_for(config)
+        groups, mesh = groups_for(config), weights_mesh()
         BUFFERS.forget()
         model = _on_meta(build, dtype, lora, layout, trains=settings.task == "train")
         try:
             with fake_tensors(allow_real=True), observing(Recorder({})):
                 _replace_tensors(model, _without_storage, _without_storage)
-                weights = list(model.parameters())
                 installed = parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
                 paths = blocks_of(installed)
+                if layout.sharded:
+                    shard_weights(model, installed, mesh)
+                weights = list(model.parameters())
                 if every_block:
                     repeats = {model.get_submodule(path): 1 for path in paths}
                 else:

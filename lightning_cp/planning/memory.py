@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class StorageTracker:
     def __init__(self) -> None:
         self.span, self.category = Span(), "activations"
         self._live: dict[int, tuple[weakref.ref[object], int, str]] = {}
+        self._watched: set[int] = set()
 
     def add(self, x: Tensor, category: str | None = None) -> None:
         """Count the storage of a tensor, unless it is counted already."""
@@ -63,10 +65,28 @@ class StorageTracker:
             self._live[key] = reference, size, category
         return None
 
+    def watch(self, x: Tensor) -> None:
+        """Follow later changes of the size of a tensor's storage, which no operator makes."""
+        self._watched.add(x.untyped_storage()._cdata)
+
+    def follow_resizes(self) -> None:
+        """Count the sizes that watched storages have now, those that shrank first."""
+        changes = []
+        for key in self._watched:
+            reference, size, category = self._live[key]
+            storage: Any = reference()
+            now = storage.nbytes() if storage is not None else size
+            if now != size:
+                changes.append((now - size, category))
+                self._live[key] = reference, now, category
+        for change, category in sorted(changes):
+            self.span.change(category, change)
+
     def reserve(self, category: str, size: int) -> None:
         """Count memory that no tensor of the step has."""
         self.span.change(category, size)
 
     def _free(self, key: int) -> None:
         _, size, category = self._live.pop(key)
+        self._watched.discard(key)
         self.span.change(category, -size)

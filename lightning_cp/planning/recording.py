@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
 from lightning_cp.planning.recorder import Recorder, Segment
 from lightning_cp.planning.replicas import GradientBuckets
+from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 OPTIMIZER = "optimizer"  # name of the optimizer's part
@@ -72,6 +74,7 @@ def record_step(
         weights: all weights, also those of blocks that were removed from the model.
         repeats: how often each block counts, in the order of the forward.
     """
+    weights = [local_weight(x) for x in weights]
     trained = [x for x in weights if x.requires_grad and settings.task == "train"]
     optimizer = settings.optimizer(trained) if trained else None
     if optimizer is not None:  # its state exists after the first step
@@ -88,11 +91,14 @@ def record_step(
     for x in of_type(Tensor, inputs):
         recorder.tracker.add(x, "activations")
     buckets = GradientBuckets(recorder, trained, 1 if layout.sharded else layout.ranks)
+    if layout.sharded:
+        recorder.at_mark = partial(count_sharded_gradients, recorder, list(model.parameters()))
     marks = _Marks(recorder, list(repeats))
     try:
         with observing(recorder), recorder:
             _run(model, inputs, settings, recorder, buckets)
         if optimizer is not None:
+            recorder.mark("gradients")
             _set_missing_gradients(trained)  # of blocks that are not traced
             recorder.mark(OPTIMIZER)
             with recorder:

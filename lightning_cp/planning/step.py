@@ -51,7 +51,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a transfer. Attributes: number: of the transfer. link: communicator. sent_bytes: of this rank."""
+    """The start of a transfer. Attributes: number: from 1 in a part. link: communicator. sent_bytes: of this rank."""
 
     number: int
     link: str
@@ -60,7 +60,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The compute stream waits for a transfer. Attributes: number: of its start; None: all that have started."""
+    """The compute stream waits for a transfer.
+
+    Attributes: number: of its start; 0 or less: in the part before, counted back from its last one. None: all so far.
+    """
 
     number: int | None
 
@@ -106,7 +109,7 @@ class Step:
                         yield Wait(event.number + offset)
                     else:
                         yield event
-                offset += max(numbers, default=0) + 1
+                offset += max(numbers, default=0)
 
     @property
     def peak_bytes(self) -> int:

@@ -100,7 +100,7 @@ def test_a_dry_run_equals_a_step(run_ranks: RankPool, name: str, layout_name: st
     found = run_ranks(layout.ranks, _real, name, layout, task, lora)
     inputs = {key: x.to("meta") if isinstance(x, Tensor) else x for key, x in _inputs(_TINY[name]).items()}
     for rank, (step, collectives, sent_bytes) in enumerate(found):
-        for every_block in (True, False):
+        for every_block in (True, False) if rank == 1 else (False,):
             dry = dry_run(
                 partial(_model, _TINY[name]),
                 inputs,
