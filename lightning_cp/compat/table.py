@@ -42,6 +42,7 @@ def _uses(feature: Feature, owner: str, **purposes: str) -> list[PrivateUse]:
 _REMOVE_HOOKS = "remove the engine's hooks from a module"
 _CACHES = "let a step cache decide for all ranks"
 _RANDOM_GUIDANCE = "refuse guiders that skip layers at random"
+_NABLA = "choose blocks of keys from the means on all ranks"
 _COMPILED = "find out whether a module is compiled"
 _REDUCE = "reduce gradients of accumulated and of single micro-batches together"
 _FSDP = "torch.distributed.fsdp._fully_shard."
@@ -74,6 +75,8 @@ _MODEL = [
         dispatch_attention_fn="replace attention calls",
         _AttentionBackendRegistry="follow the chosen attention backend",
     ),
+    *_uses("model", "diffusers.models.transformers.transformer_kandinsky", nablaT_v2=_NABLA),
+    *_uses("model", "diffusers.models.transformers.transformer_kandinsky6_sr", nabla_block_mask=_NABLA),
     *_uses(
         "model",
         "diffusers.models.attention_dispatch:_AttentionBackendRegistry",

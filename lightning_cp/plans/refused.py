@@ -11,10 +11,6 @@ REFUSED = {
         "by frame; the bidirectional AnyFlowTransformer3DModel is supported"
     ),
     "DreamLiteTransformer2DModel": _UNET_BLOCK,
-    "Kandinsky6SRTransformer3DModel": (
-        "it always attends to blocks of keys that are chosen from means over the whole sequence (NABLA, flex "
-        "attention); Kandinsky6Transformer3DModel is supported"
-    ),
     "MiniMaxMusic3RVQDepthDecoder": "it decodes at most 16 tokens, one after the other: there is nothing to share",
     "PriorTransformer": "it has some 80 tokens and reads its result off the last one: there is nothing to share",
     "RFD4ProteinaTransformer": (

@@ -54,6 +54,29 @@ def kandinsky6(audio: int, **config: Any) -> Tiny:
     )
 
 
+def kandinsky5_nabla(frames: int = 1, width: int = 5, **sparse: Any) -> Tiny:
+    """Kandinsky 5 with `sparse_params`: frames of 1 x `width` blocks."""
+    blocks = frames * width
+    return Tiny(
+        "Kandinsky5Transformer3DModel",
+        _SIZES,
+        lambda g: {
+            "hidden_states": randn(g, 2, frames, 16, 16 * width, 4),
+            "encoder_hidden_states": randn(g, 2, 7, 16),
+            "pooled_projections": randn(g, 2, 8),
+            "timestep": TIMES,
+            "visual_rope_pos": (torch.arange(frames), torch.arange(8), torch.arange(8 * width)),
+            "text_rope_pos": torch.arange(7),
+            "sparse_params": {
+                "sta_mask": torch.eye(blocks, dtype=torch.bool)[None, None],
+                "to_fractal": True,
+                "P": 0.5,
+                **sparse,
+            },
+        },
+    )
+
+
 TINY = {
     "kandinsky5": Tiny(
         "Kandinsky5Transformer3DModel",
@@ -76,4 +99,19 @@ TINY = {
         axes_dims_a=(2, 2, 0),
     ),
     "kandinsky6_without_audio": kandinsky6(0),
+    "kandinsky6_sr": Tiny(
+        "Kandinsky6SRTransformer3DModel",
+        {
+            "in_visual_dim": 2,
+            "out_visual_dim": 4,
+            "time_dim": 16,
+            "model_dim": 32,
+            "ff_dim": 32,
+            "num_visual_blocks": 2,
+            "axes_dims": (2, 2, 4),
+            "nabla_threshold": 0.5,
+            "nabla_window": (1, 1, 1),
+        },
+        lambda g: {"hidden_states": randn(g, 2, 1, 8, 40, 5), "timestep": STEPS},
+    ),
 }

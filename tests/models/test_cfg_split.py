@@ -23,6 +23,7 @@ from lightning_cp.pipelines.pipefusion.samples import main_argument
 from lightning_cp.plans import REGISTERED, patches
 from tests.harness import RankPool
 from tests.models import TINY
+from tests.models.tiny import dense_flex_attention
 
 _DEFAULT = ("omnigen", "latte", "minimax_h3", "wan_vace", "hidream_tokens", "z_image", "control_flux_mode")
 _WITHOUT_BATCH = [name for name, tiny in TINY.items() if tiny.kind == "Cosmos3OmniTransformer"]
@@ -32,7 +33,7 @@ _SPLIT = [name for name, tiny in TINY.items() if not tiny.training and name not 
 
 
 def _call(model: nn.Module, arguments: dict[str, Any]) -> Any:
-    with KeepFloat64(), torch.no_grad():
+    with KeepFloat64(), torch.no_grad(), dense_flex_attention():
         return model(**copy.deepcopy(arguments))
 
 

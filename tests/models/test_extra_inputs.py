@@ -19,7 +19,7 @@ from tests.models import FIRST, TINY
 from tests.models.controlnets import TINY as CONTROLNETS
 from tests.models.controlnets import Control
 from tests.models.modes import MODES
-from tests.models.tiny import randn
+from tests.models.tiny import dense_flex_attention, randn
 from tests.reference import max_error
 
 _MODES = ("ring", "rotation", "ulysses")
@@ -162,7 +162,7 @@ def _in_order(kind: str, inputs: Inputs) -> list[Any]:
 
 def _check_in_order(rank: int, world: int, name: str) -> None:
     tiny = TINY[name]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), dense_flex_attention():
         warnings.filterwarnings("ignore", "`Transformer2DModelOutput` is deprecated", FutureWarning)  # StableAudio's
         found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), MODES["ring"](world))
     assert found.outputs

@@ -21,6 +21,7 @@ from tests.harness import RankPool
 from tests.models import FAMILIES, FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.table import Measured, write_table
+from tests.models.tiny import dense_flex_attention
 
 _TRIALS = [(name, mode, 3) for name in TINY for mode in ("ring", "rotation", "ulysses")]
 _TRIALS += [
@@ -62,7 +63,8 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     arguments = tiny.arguments()
     if "return_dict" in inspect.signature(type(model).forward).parameters:  # Z-Image's ControlNet has none
         arguments["return_dict"] = False
-    found = check_plan(model, arguments, MODES[mode](world), training=tiny.training)
+    with dense_flex_attention():
+        found = check_plan(model, arguments, MODES[mode](world), training=tiny.training)
     assert found.outputs, "the model has an output"
     known = [pattern.replace(".-1.", ".*.") for pattern in REGISTERED[tiny.kind].unused]
     idle = [x.name for x in found.gradients if x.note and not any(fnmatchcase(x.name, y) for y in known)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.attention.flex_attention as flex_module
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_cp import SparseMask
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,23 @@ def padding_mask(kept: int, tokens: int = 7) -> Tensor:
 
 TIMES = torch.tensor([0.3, 0.8], dtype=torch.float64)
 STEPS = torch.tensor([44, 239])
+
+
+@contextmanager
+def dense_flex_attention() -> Iterator[None]:
+    """Context in which one process can compute flex attention with a table of whole blocks, and its gradients.
+
+    On CPU, torch's own has no backward, and does not read the table unless it is compiled.
+    """
+
+    def flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any = None, **others: Any) -> Tensor:
+        mask = None
+        if block_mask is not None:
+            table = SparseMask.from_block_mask(block_mask)
+            assert tuple(table.lengths) == (query.shape[2], key.shape[2])
+            mask = table.kinds.bool().repeat_interleave(table.block_size[0], 2)
+            mask = mask.repeat_interleave(table.block_size[1], 3)
+        return F.scaled_dot_product_attention(query, key, value, mask)
+
+    with patch.object(flex_module, "flex_attention", flex_attention):
+        yield

@@ -1,4 +1,4 @@
-"""Stand-ins for the functions of PyTorch and diffusers that compute attention or dropout, or recompute activations.
+"""Stand-ins for functions of PyTorch and diffusers: attention, the choice of its blocks, dropout and recomputation.
 
 They are installed while a parallel model exists. Each calls the original function unless a scope is set (`scope`), so
 other models and plain functions are not changed. Nothing else is replaced: any code that runs inside a planned module
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from lightning_cp.compat.torch_names import function_modes, script_as, trace_as_before, trace_into
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.attention.chosen_blocks import CHOOSERS, CHOOSING
 from lightning_cp.engine.attention.dropout import drop
 from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
 from lightning_cp.engine.attention.replay import RECOMPUTING
@@ -129,6 +130,9 @@ def _functions() -> Iterator[tuple[ModuleType, str]]:
     if hasattr(dispatch, DISPATCH):  # else it is being imported
         assert dispatch is not None
         yield dispatch, DISPATCH
+    for path, name in CHOOSERS.items():
+        if hasattr(sys.modules.get(path), name):
+            yield sys.modules[path], name
     for name in _DROPOUTS:
         yield F, name
         if hasattr(torch, name):
@@ -171,7 +175,7 @@ class _OfBuiltin:
 
 
 def _stand_in(name: str, original: _Function) -> _Function:
-    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, **RECOMPUTING}
+    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, **RECOMPUTING, **CHOOSING}
     stand_in = makers[name](original) if name in makers else _dropout(name, original)
     return _OfBuiltin(stand_in) if inspect.isbuiltin(original) else stand_in
 
