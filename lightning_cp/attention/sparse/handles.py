@@ -6,6 +6,7 @@ A compiled graph gets a handle as an input, so one graph serves all masks of a c
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,7 +21,7 @@ from lightning_cp.errors import ShapeError
 
 _HANDLE = "_lightning_cp_handle"
 _LIBRARY = torch.library.Library("lightning_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
-_numbers = itertools.count(1)
+_numbers = itertools.count(secrets.randbits(40) << 20)  # so that a number of another process is no mask here
 _by_number: WeakValueDictionary[int, SparseMask] = WeakValueDictionary()
 
 
@@ -68,12 +69,12 @@ def new_handle(mask: SparseMask) -> Tensor:
 
 
 def mask_of_handle(handle: Tensor) -> SparseMask:
-    """Return the mask of a handle. Raises: ShapeError: it was freed."""
+    """Return the mask of a handle. Raises: ShapeError: it was freed, or is of another process."""
     mask = _by_number.get(int(handle))
     if mask is None:
         raise ShapeError(
             "the block mask of this attention was freed before its gradient was computed: keep a reference to it until "
-            "the backward pass has ended"
+            "the backward pass has ended. (A model that was exported with a mask can only be used in the same process)"
         )
     return mask
 

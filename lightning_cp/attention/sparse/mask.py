@@ -134,7 +134,7 @@ class SparseMask:
         blocks = torch.nn.functional.pad(
             ids, (0, -ids.shape[1] % block_size), mode="replicate" if ids.numel() else "constant"
         )
-        blocks = blocks.view(len(ids), -1, block_size)
+        blocks = blocks.view(len(ids), -(-ids.shape[1] // block_size), block_size)
         low, high = blocks.amin(2), blocks.amax(2)
         overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
         uniform = (low == high)[:, :, None] & (low == high)[:, None]

@@ -87,6 +87,12 @@ def test_a_mask_passes_unchanged_through_lightnings_batches() -> None:
     assert apply_to_collection([mask], function=lambda x: x.bfloat16(), dtype=Tensor)[0] is mask
 
 
+def test_a_handle_of_another_process_is_no_mask_here() -> None:
+    assert int(handle_of(_sparse())) >> 20, "numbers begin at a random one: exported models contain them"
+    with pytest.raises(ShapeError, match="exported"):
+        mask_of_handle(torch.tensor(1))
+
+
 def test_a_replaced_mask_mod_is_used_and_raises_in_compiled_code() -> None:
     mask = create_block_mask(frames, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=TOKENS)  # one partial block
     torch._dynamo.reset()
@@ -143,6 +149,13 @@ def test_blocks_larger_than_the_sequence_cost_no_memory() -> None:
         assert mask.block_size == (TOKENS, TOKENS)
         _check(mask, frames)
     assert SparseMask.from_documents(torch.arange(TOKENS), block_size=1 << 20).block_size == (TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 0), (2, 0), (0, 5)])
+def test_documents_may_have_no_tokens(shape: tuple[int, ...]) -> None:
+    mask = SparseMask.from_documents(torch.zeros(shape, dtype=torch.int64), block_size=4)
+    assert mask.lengths == (shape[-1], shape[-1])
+    assert mask.area == 0
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, (8,), (8, 0)])
