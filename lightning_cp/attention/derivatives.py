@@ -21,6 +21,7 @@ from lightning_cp.attention.operator import (
     run_attention,
     run_attention_backward,
 )
+from lightning_cp.attention.sparse.mask import MASK
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import (
@@ -76,6 +77,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
         saved = (query, key, value, out, lse, mask, block_mask, encoded_lengths, None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
+    ctx.block_mask = getattr(block_mask, MASK, None)  # kept alive if saved tensors are replaced (activation offloading)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
     ctx.module = STATS.module
     ctx.settings = settings

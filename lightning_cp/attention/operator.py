@@ -60,6 +60,9 @@ def run_attention(
     With Ulysses lse is empty unless `with_lse`. block_mask: see `sparse.handles`. The other arguments: see
     `exchange_lengths` and `Settings`.
     """
+    sparse = None if block_mask is None else mask_of_handle(block_mask)
+    if sparse is not None:
+        sparse.check_source()
     call = prepare_attention(
         query,
         key,
@@ -68,7 +71,7 @@ def run_attention(
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         settings=Settings(*settings),
-        sparse=None if block_mask is None else mask_of_handle(block_mask),
+        sparse=sparse,
     )
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:

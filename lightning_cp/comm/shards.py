@@ -145,7 +145,7 @@ def gather_uneven(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None 
 def checked_order(name: str, order: Tensor, length: int) -> Tensor:
     """Return an order as int64 on the host. Raises: ShapeError: it does not hold each position once."""
     order = order.detach().to("cpu", torch.int64)
-    if not torch.equal(order.sort()[0], torch.arange(length)):
+    if not torch.equal(order.sort()[0], torch.arange(length, device="cpu")):
         raise ShapeError(
             f"the order of {name} {tuple(order.shape)} must hold each position from 0 to {length - 1} once"
         )

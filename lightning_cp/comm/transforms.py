@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_cp.comm.stats import STATS
-from lightning_cp.compat.torch_names import dynamo_is_imported, forward_ad_level, torch_func_is_active
+from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.torch_names import forward_ad_level, torch_func_is_active
 
 # What the vmap rule of an `autograd.Function` returns: the results, and the batch dim of each.
 Batched = tuple[Tensor, int] | tuple[tuple[Tensor, ...], tuple[int, ...]]
@@ -133,14 +134,6 @@ def apply_eagerly(function: Any, *arguments: Any) -> Any:
     fail on some ranks only.
     """
     return uncompiled(function.apply)(*arguments)
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude `function` from dynamo, also if dynamo compiles single frames after a graph break."""
-    if not dynamo_is_imported():
-        return function
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Batched:

@@ -7,7 +7,12 @@ before the first use, so that a process that compiles nothing keeps PyTorch's de
 
 from __future__ import annotations
 
-from lightning_cp.compat.torch_names import imported_config
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_cp.compat.torch_names import dynamo_is_imported, imported_config
 
 _GRAPHS = 64  # of one function; PyTorch's own limit is 8
 
@@ -43,3 +48,11 @@ def allow_graphs_of_lengths() -> None:
     config = imported_config("dynamo")
     if config is not None and config.recompile_limit < _GRAPHS:
         config.recompile_limit = _GRAPHS  # type: ignore[attr-defined]
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude `function` from dynamo, also if dynamo compiles single frames after a graph break."""
+    if not dynamo_is_imported():
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled

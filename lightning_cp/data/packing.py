@@ -111,8 +111,8 @@ class PackedBatches:
     Args:
         lengths: number of tokens of each sample of the data set, over all modalities.
         max_tokens: largest number of tokens of a row.
-        order: indices of the samples, such as a `RandomSampler`; None: ascending.
-    Raises: ValueError: a sample has no tokens or more than `max_tokens`.
+        order: indices of the samples, such as a `RandomSampler`; None: ascending. It is read again in each epoch.
+    Raises: ValueError: a sample has no tokens or more than `max_tokens`, or `order` can be read only once.
     """
 
     lengths: Sequence[int]
@@ -120,6 +120,11 @@ class PackedBatches:
     order: Iterable[int] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.order, Iterator):
+            raise ValueError(
+                f"order is a {type(self.order).__name__}, which can be read only once: the second epoch would have no "
+                "rows. Use a sampler or a list"
+            )
         for index, length in enumerate(self.lengths):
             if not 0 < length <= self.max_tokens:
                 raise ValueError(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.job_secret import check_members
 from lightning_cp.mesh.shares import Shares, check_shares
@@ -141,10 +142,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
     built = _cache.of(dist.group.WORLD)
     key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
-        prove_membership()
-        groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
-        built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
-        _by_name[groups.name] = groups
+        uncompiled(_add_groups)(config, built, key)
     if weights is not None:
         equal, key = built[key], (key, weights)
         if key not in built:
@@ -152,6 +150,13 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
             built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={})
     groups_of_mesh: MeshGroups = built[key]
     return groups_of_mesh
+
+
+def _add_groups(config: ContextParallelConfig, built: dict[object, Any], key: object) -> None:
+    prove_membership()
+    groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
+    built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
+    _by_name[groups.name] = groups
 
 
 def prove_membership() -> None:

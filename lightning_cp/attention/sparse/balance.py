@@ -47,7 +47,12 @@ def balanced_order(mask: SparseMask, ranks: int) -> Tensor | None:
     sizes = shard_sizes(tokens, ranks)
     whole = mask.block_size[0]
     piece = min(whole, -(-tokens // (_PIECES * ranks)) or 1)  # parts of blocks become partial: the last choice
-    orders = (torch.arange(tokens), _two_chunks(tokens, ranks), _dealt(mask, sizes, whole), _dealt(mask, sizes, piece))
+    orders = (
+        torch.arange(tokens, device="cpu"),
+        _two_chunks(tokens, ranks),
+        _dealt(mask, sizes, whole),
+        _dealt(mask, sizes, piece),
+    )
     found = [imbalance(mask.in_order(order), sizes) for order in orders]
     best = next((i for i, x in enumerate(found) if x <= _GOOD), found.index(min(found)))
     return None if best == 0 else orders[best]
@@ -55,7 +60,7 @@ def balanced_order(mask: SparseMask, ranks: int) -> Tensor | None:
 
 def _area_of_queries(mask: SparseMask) -> Tensor:
     """Return each query's number of keys in blocks that are not empty, summed over the table's heads, float64."""
-    sizes = torch.full((mask.kinds.shape[3],), mask.block_size[1], dtype=torch.float64)
+    sizes = torch.full((mask.kinds.shape[3],), mask.block_size[1], dtype=torch.float64, device="cpu")
     if len(sizes):
         sizes[-1] = mask.lengths[1] - mask.block_size[1] * (len(sizes) - 1)
     of_blocks = ((mask.kinds > EMPTY) * sizes).sum((0, 1, 3))
@@ -64,13 +69,13 @@ def _area_of_queries(mask: SparseMask) -> Tensor:
 
 def _two_chunks(tokens: int, ranks: int) -> Tensor:
     """Cut the tokens into 2 n chunks; rank r gets chunks r and 2 n - 1 - r."""
-    chunks = torch.split(torch.arange(tokens), list(shard_sizes(tokens, 2 * ranks)))
+    chunks = torch.split(torch.arange(tokens, device="cpu"), list(shard_sizes(tokens, 2 * ranks)))
     return torch.cat([torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)])
 
 
 def _dealt(mask: SparseMask, sizes: Sequence[int], piece: int) -> Tensor:
     """Give each `piece` tokens to the rank with the least work of those with room, the largest first."""
-    blocks = torch.split(torch.arange(mask.lengths[0]), piece)
+    blocks = torch.split(torch.arange(mask.lengths[0], device="cpu"), piece)
     area = _area_of_queries(mask)
     work = [area[block].sum().item() for block in blocks]
     room, load, given = list(sizes), [0.0] * len(sizes), [[] for _ in sizes]  # type: list[int], list[float], list[list[int]]

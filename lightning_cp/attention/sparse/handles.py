@@ -6,8 +6,8 @@ A compiled graph gets a handle as an input, so one graph serves all masks of a c
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_cp.attention.sparse.mask import MASK, SparseMask
-from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.errors import ShapeError
 
 _HANDLE = "_lightning_cp_handle"
 _LIBRARY = torch.library.Library("lightning_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
-_numbers = itertools.count(1)
+_numbers = itertools.count(secrets.randbits(40) << 20)  # so that a number of another process is no mask here
 _by_number: WeakValueDictionary[int, SparseMask] = WeakValueDictionary()
 
 
@@ -31,12 +31,13 @@ def is_block_mask(value: object) -> bool:
 
 
 def handle_of(block_mask: Any) -> Tensor:
-    """Return the handle of a `BlockMask` or `SparseMask`. It keeps the mask alive, and is an attribute of it.
+    """Return the handle of a `BlockMask` or `SparseMask`. It keeps the mask alive, and is an attribute of a SparseMask.
 
     In compiled code, the first use of a mask is a graph break, unless `handle_of` was called for it before.
     Raises: TypeError: it is no block mask.
     """
-    handle = getattr(block_mask, _HANDLE, None)
+    mask = block_mask if isinstance(block_mask, SparseMask) else getattr(block_mask, MASK, None)
+    handle = getattr(mask, _HANDLE, None)
     if isinstance(handle, Tensor) and (torch.compiler.is_compiling() or _is_current(block_mask)):
         return handle
     made: Tensor = uncompiled(_add_handle)(block_mask)
@@ -49,8 +50,9 @@ def _is_current(block_mask: Any) -> bool:
 
 
 def _add_handle(block_mask: Any) -> Tensor:
-    handle = new_handle(SparseMask.from_block_mask(block_mask))
-    object.__setattr__(block_mask, _HANDLE, handle)  # a SparseMask is frozen
+    mask = SparseMask.from_block_mask(block_mask)
+    handle = new_handle(mask)
+    setattr(mask, _HANDLE, handle)
     return handle
 
 
@@ -59,31 +61,34 @@ def new_handle(mask: SparseMask) -> Tensor:
     number = mask.keep("number", lambda: next(_numbers))
     shared = _by_number.get(number)
     if shared is None:
-        shared = _by_number[number] = replace(mask, kept=mask.kept)
-    handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        shared = _by_number[number] = mask.copy(keeps=True)
+    with torch.inference_mode(False):  # it may be saved for a backward pass later
+        handle = torch.tensor(number, dtype=torch.int64, device="cpu")
     setattr(handle, MASK, shared)
     return handle
 
 
 def mask_of_handle(handle: Tensor) -> SparseMask:
-    """Return the mask of a handle. Raises: ShapeError: it was freed."""
+    """Return the mask of a handle. Raises: ShapeError: it was freed, or is of another process."""
     mask = _by_number.get(int(handle))
     if mask is None:
         raise ShapeError(
             "the block mask of this attention was freed before its gradient was computed: keep a reference to it until "
-            "the backward pass has ended"
+            "the backward pass has ended. (A model that was exported with a mask can only be used in the same process)"
         )
     return mask
 
 
 def _select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
     mask, facts = mask_of_handle(handle), (tuple(queries), tuple(keys))
+    mask.check_source()
 
     def build() -> SparseMask:
-        positions = [_positions(x) for x in facts]
-        if positions[0] is not None and len(positions[0]) < mask.lengths[0]:
-            return mask.of_queries(positions[0])
-        return mask.in_order(*(torch.arange(n) if x is None else x for x, n in zip(positions, mask.lengths)))
+        orders = [
+            torch.arange(n, device="cpu") if order is None else order for order, n in zip(mask.orders, mask.lengths)
+        ]
+        queries, keys = (x if places is None else x[places] for x, places in zip(orders, map(_positions, facts)))
+        return mask.in_order(queries, keys) if len(queries) == mask.lengths[0] else mask.of_queries(queries)
 
     return new_handle(mask.keep(("selected", *facts), build))
 
@@ -91,7 +96,7 @@ def _select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tens
 def _positions(places: Sequence[int]) -> Tensor | None:
     if not places:
         return None
-    return torch.cat([torch.arange(a, a + n) for a, n in zip(places[::2], places[1::2], strict=True)])
+    return torch.cat([torch.arange(a, a + n, device="cpu") for a, n in zip(places[::2], places[1::2], strict=True)])
 
 
 _LIBRARY.define(  # type: ignore[no-untyped-call]
@@ -111,7 +116,8 @@ def select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tenso
 
     The selected mask is kept with the original, and made once.
 
-    Args: queries, keys: ranges of positions, each as its first position and its length; empty: all, ascending.
+    Args: queries, keys: ranges of places in the mask's order, each as its first place and its length; empty: all,
+        ascending.
     """
     if not (queries or keys):
         return handle

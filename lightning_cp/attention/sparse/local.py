@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,12 +44,12 @@ class LocalMask:
         device: torch.device,
     ) -> None:
         orders = (
-            torch.arange(length) if order is None else order
+            torch.arange(length, device="cpu") if order is None else order
             for order, length in zip(mask.orders, mask.lengths, strict=True)
         )
         by_rank = [torch.split(x, list(sizes)) for x, sizes in zip(orders, (queries, keys), strict=True)]
         self._queries, self._keys = by_rank[0][rank], torch.cat(by_rank[1])
-        self._mask = replace(mask, kept={})  # what the mask keeps refers to this object
+        self._mask = mask.copy(keeps=False)  # what the mask keeps refers to this object
         self._heads = heads if mask.kinds.shape[1] > 1 else slice(0, 1)
         self._device = device
         self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)

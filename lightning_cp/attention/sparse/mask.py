@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -21,31 +21,39 @@ MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its Sp
 _SAMPLED = 4096  # pairs of positions that enter the checksum of a mask, besides its table
 
 
-@dataclass(frozen=True, eq=False)
 class SparseMask:
     """Mask of a whole sequence, in positions of that sequence, for `context_parallel_attention(block_mask=…)`.
 
-    Made by `from_block_mask`, `from_mask_mod` and `from_documents`.
+    Made by `from_block_mask`, `from_mask_mod` and `from_documents`. Do not change it, or tensors that `mask_mod`
+    captures, after its first use: what was derived from it is kept. It is no dataclass, because Lightning rebuilds the
+    dataclasses in a batch and in a module's inputs, and refuses frozen ones.
 
     Attributes:
         mask_mod: see `MaskMod`; read only in partial blocks.
         kinds: uint8 on the host, [batch or 1, heads or 1, blocks of queries, blocks of keys]: 0 (no query of the block
             attends to a key), 1 (`mask_mod` decides) or 2 (all attend to all).
         lengths: number of queries and of keys.
-        block_size: number of queries and of keys in a block.
+        block_size: number of queries and of keys in a block, at most `lengths`.
         device: device on which `mask_mod` is called.
         orders: position of each query and of each key, int64 on the host, in the order in which ranks hold them (all
             of rank 0, then of rank 1, …); None: ascending. See `in_order`.
-        kept: what was derived from the mask, see `keep`.
+        kept: what was derived from the mask, see `keep`. Neither copied nor pickled.
+        source: the BlockMask from which the mask was made, or None.
     """
 
-    mask_mod: MaskMod
-    kinds: Tensor
-    lengths: tuple[int, int]
-    block_size: tuple[int, int]
-    device: torch.device
-    orders: tuple[Tensor | None, Tensor | None] = (None, None)
-    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        mask_mod: MaskMod,
+        kinds: Tensor,
+        lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        device: torch.device,
+        orders: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        self.mask_mod, self.kinds, self.lengths, self.device, self.orders = mask_mod, kinds, lengths, device, orders
+        self.block_size = min(block_size[0], max(lengths[0], 1)), min(block_size[1], max(lengths[1], 1))
+        self.kept: dict[Hashable, Any] = {}
+        self.source: Callable[[], Any] = lambda: None
 
     @staticmethod
     def from_block_mask(block_mask: Any) -> SparseMask:
@@ -74,6 +82,7 @@ class SparseMask:
             kinds = torch.where(dense_table(*full, key_blocks), FULL, kinds).to(torch.uint8)
         kinds = kinds[:, :, : -(-lengths[0] // size[0])].cpu()
         mask = SparseMask(mask_mod, kinds, lengths, size, counts.device)
+        mask.source = weakref.ref(block_mask)
         setattr(block_mask, MASK, mask)
         return mask
 
@@ -94,10 +103,12 @@ class SparseMask:
             queries, keys: lengths of the whole sequence; None: as many keys as queries.
             batch, heads: 1: the mask is the same for all samples, or heads.
             device: that of the tensors that `mask_mod` captures.
-        Raises: ShapeError: `mask_mod` returns no bool tensor that can be broadcast to [batch, heads, queries, keys].
+        Raises: ShapeError: `mask_mod` returns no bool tensor that can be broadcast to [batch, heads, queries, keys], or
+            a block size is not positive.
         """
         keys = queries if keys is None else keys
-        size = (block_size, block_size) if isinstance(block_size, int) else block_size
+        size = _checked_size(block_size)
+        size = min(size[0], max(queries, 1)), min(size[1], max(keys, 1))
         kinds = table_of(mask_mod, (batch, heads, queries, keys), size, torch.device(device))
         return SparseMask(mask_mod, kinds.cpu(), (queries, keys), size, torch.device(device))
 
@@ -105,15 +116,16 @@ class SparseMask:
     def from_documents(documents: Tensor, *, block_size: int = 128) -> SparseMask:
         """Let each token attend to the tokens of its own document.
 
-        Args: documents: number of each token's document, int [tokens] or [batch, tokens]. Blocks are cheap to find and
-            many are empty if the tokens of a document are neighbours.
+        Args: documents: number of each token's document, int [tokens] or [batch, tokens]; it is copied. Blocks are
+            cheap to find and many are empty if the tokens of a document are neighbours.
         """
         ids = documents[None] if documents.ndim == 1 else documents
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ShapeError(
                 f"documents {tuple(documents.shape)} of {documents.dtype} must be ints, [tokens] or [batch, tokens]"
             )
-        ids, shared = ids.long(), len(ids) == 1
+        ids, shared = ids.to(torch.int64, copy=True), len(ids) == 1
+        block_size = min(_checked_size(block_size)[0], max(ids.shape[1], 1))
 
         def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             sample = torch.zeros_like(b) if shared else b
@@ -122,7 +134,7 @@ class SparseMask:
         blocks = torch.nn.functional.pad(
             ids, (0, -ids.shape[1] % block_size), mode="replicate" if ids.numel() else "constant"
         )
-        blocks = blocks.view(len(ids), -1, block_size)
+        blocks = blocks.view(len(ids), -(-ids.shape[1] // block_size), block_size)
         low, high = blocks.amin(2), blocks.amax(2)
         overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
         uniform = (low == high)[:, :, None] & (low == high)[:, None]
@@ -143,19 +155,24 @@ class SparseMask:
             None if order is None else checked_order(name, order, length)
             for name, order, length in zip(("queries", "keys"), orders, self.lengths, strict=True)
         ]
-        return replace(self, orders=(checked[0], checked[1]), kept={})
+        other = self.copy(keeps=False)
+        other.orders = checked[0], checked[1]
+        return other
 
     def of_queries(self, positions: Tensor) -> SparseMask:
-        """Return the mask of some queries over all keys. Args: positions: of the queries, int64 on the host."""
-        size = self.block_size[0]
-        rows = torch.split(self.kinds[:, :, positions // size], size, 2)
+        """Return the mask of some queries over all keys, which keep their order.
+
+        Args: positions: of the queries, int64 on the host.
+        """
+        rows = torch.split(self.kinds[:, :, positions // self.block_size[0]], self.block_size[0], 2)
         kinds = [torch.where((x == x[:, :, :1]).all(2), x[:, :, 0], PARTIAL).to(torch.uint8) for x in rows]
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return self.visible(b, h, positions.to(q.device)[q], k)
 
         lengths = len(positions), self.lengths[1]
-        return SparseMask(visible, torch.stack(kinds, 2), lengths, self.block_size, self.device)
+        kinds_of_rows = torch.stack(kinds, 2)
+        return SparseMask(visible, kinds_of_rows, lengths, self.block_size, self.device, (None, self.orders[1]))
 
     @property
     def area(self) -> float:
@@ -171,9 +188,9 @@ class SparseMask:
             value = zlib.crc32(b"" if x is None else x.numpy().tobytes(), value)
         undecided = (self.kinds == PARTIAL).nonzero()
         if len(undecided):
-            chosen = torch.arange(_SAMPLED) * len(undecided) // _SAMPLED
+            chosen = torch.arange(_SAMPLED, device="cpu") * len(undecided) // _SAMPLED
             b, h, i, j = undecided[chosen].unbind(1)
-            draw = partial(torch.randint, size=(_SAMPLED,), generator=torch.Generator().manual_seed(0))
+            draw = partial(torch.randint, size=(_SAMPLED,), generator=torch.Generator().manual_seed(0), device="cpu")
             q, k = (x * n + draw(n) for x, n in zip((i, j), self.block_size, strict=True))
             q, k = q.clamp_(max=self.lengths[0] - 1), k.clamp_(max=self.lengths[1] - 1)
             value = zlib.crc32(self.visible(b, h, q, k).expand(_SAMPLED).cpu().numpy().tobytes(), value)
@@ -194,6 +211,12 @@ class SparseMask:
         table = kinds[b_of_table, h_of_table, q // self.block_size[0], k // self.block_size[1]]
         return (call_mask_mod(self.mask_mod, b, h, q, k) & (table > EMPTY)) | (table == FULL)
 
+    def check_source(self) -> None:
+        """Check that the BlockMask still has its `mask_mod`: compiled code cannot see it. Raises: ShapeError."""
+        source = self.source()
+        if source is not None and source.mask_mod is not self.mask_mod:
+            raise ShapeError("mask_mod of a BlockMask was replaced after its first use: make a new BlockMask")
+
     def check_shapes(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Check the sizes of a call, with the numbers of queries and keys of all ranks. Raises: ShapeError."""
         of_batch, of_heads = self.kinds.shape[:2]
@@ -211,5 +234,30 @@ class SparseMask:
             value = self.kept[facts] = build()
         return value
 
+    @property
+    def _facts(self) -> tuple[Any, ...]:
+        return self.mask_mod, self.kinds, self.lengths, self.block_size, self.device, self.orders
+
+    def copy(self, *, keeps: bool) -> SparseMask:
+        """Return another object for the same mask. Args: keeps: share `kept`."""
+        other = SparseMask(*self._facts)
+        if keeps:
+            other.kept, other.source = self.kept, self.source
+        return other
+
     def __deepcopy__(self, memo: object) -> SparseMask:
         return self
+
+    def __reduce__(self) -> tuple[type[SparseMask], tuple[Any, ...]]:
+        return SparseMask, self._facts  # numbers of handles are those of one process
+
+    def __repr__(self) -> str:
+        return f"SparseMask(lengths={self.lengths}, block_size={self.block_size}, area={self.area:.3f})"
+
+
+def _checked_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the number of queries and of keys in a block. Raises: ShapeError: they are not positive ints."""
+    size = (block_size, block_size) if isinstance(block_size, int) else block_size
+    if not (isinstance(size, tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise ShapeError(f"block_size={block_size!r} must be a positive int, or two of them (queries, keys)")
+    return size

@@ -59,7 +59,7 @@ def find_needs(
     blocks = [x // mask.block_size[1] for x in keys]
     held = torch.stack([torch.bincount(x, minlength=some.shape[1]) for x in blocks])  # number of keys [ranks, blocks]
     counts = (needed.double() @ held.double().T).fill_diagonal_(0)  # that a rank (row) needs of another one (column)
-    none, starts = torch.empty(0, dtype=torch.int64), [0, *accumulate(map(len, keys))]
+    none, starts = torch.empty(0, dtype=torch.int64, device="cpu"), [0, *accumulate(map(len, keys))]
 
     def places(owner: int, reader: int) -> Tensor:
         return none if owner == reader else needed[reader][blocks[owner]].nonzero()[:, 0]

@@ -25,7 +25,7 @@ def table_of(
     """
     batch, heads, queries, keys = shape
     if not (queries and keys):
-        return torch.zeros(batch, heads, 0, 0, dtype=torch.uint8)
+        return torch.zeros(batch, heads, 0, 0, dtype=torch.uint8, device="cpu")
     b = torch.arange(batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[:, None, None]
     columns = torch.split(torch.arange(keys, device=device), max(1, EVALUATED // (batch * heads * size[0])))

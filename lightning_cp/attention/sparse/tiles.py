@@ -77,7 +77,7 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
     table = mask.kinds[:, heads]
     shape = tuple(-(-len(x) // n) for x, n in zip((queries, keys), size, strict=True))
     if not (len(queries) and len(keys)):
-        kinds = torch.zeros(*table.shape[:2], *shape, dtype=torch.uint8)
+        kinds = torch.zeros(*table.shape[:2], *shape, dtype=torch.uint8, device="cpu")
         bits = torch.zeros(2, *size, dtype=torch.bool, device=device)
         return Tiles(kinds, bits, kinds.int(), size, (len(queries), len(keys)))
     rows, columns = (
@@ -102,7 +102,7 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
         kinds[b, h, i, j] = (some_one.to(torch.uint8) + every_one.to(torch.uint8)).clamp_(max=FULL) * some_one
         index[b, h, i, j] = every_one.int() * some_one
         count = int(is_partial.sum())
-        index[tuple(group[is_partial].unbind(1))] = torch.arange(found, found + count, dtype=torch.int32)
+        index[tuple(group[is_partial].unbind(1))] = torch.arange(found, found + count, dtype=torch.int32, device="cpu")
         found += count
         evaluated.append(tile[is_partial.to(tile.device)].to(device))
     empty = torch.zeros(1, *size, dtype=torch.bool, device=device)
@@ -111,8 +111,8 @@ def tiles_of(mask: SparseMask, queries: Tensor, keys: Tensor, *, heads: slice, d
 
 def _touched(positions: Tensor, tile: int, block: int, blocks: int) -> Tensor:
     """Return whether a tile of positions has one of a block, float [tiles, blocks]."""
-    tiles = torch.arange(len(positions)) // tile
-    touched = torch.zeros(int(tiles[-1]) + 1, blocks, dtype=torch.float32)  # whatever the default dtype
+    tiles = torch.arange(len(positions), device="cpu") // tile
+    touched = torch.zeros(int(tiles[-1]) + 1, blocks, dtype=torch.float32, device="cpu")  # whatever the default dtype
     touched[tiles, positions // block] = 1
     return touched
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_floats, all_gather_ints
-from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.engine.caches.watched import WatchedHook
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import ShapeError

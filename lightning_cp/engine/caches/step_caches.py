@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.caches.decisions import DECISIONS
 from lightning_cp.engine.caches.table import Cache, cache_of

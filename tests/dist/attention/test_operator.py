@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.library import opcheck
+from torch.testing import assert_close
 
-from lightning_cp.attention import attend_across
+from lightning_cp.attention import attend_across, context_parallel_attention
 from lightning_cp.attention.call import Settings, settings_of
 from lightning_cp.attention.operator import attention, attention_backward
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.mesh import groups
 from lightning_cp.mesh.groups import groups_for
 from tests.dist.problems import Problem, cut, laid_out, local_mask, whole
 from tests.harness import RankPool
@@ -140,3 +143,23 @@ def _checkpointed(rank: int, world: int) -> None:
 
 def test_checkpointed_forwards_of_different_lengths_replay_each_with_its_own(run_ranks: RankPool) -> None:
     run_ranks(3, _checkpointed)
+
+
+def _first_call(rank: int, world: int) -> None:
+    """Build the process groups in a compiled function, and compare it with the eager one."""
+    lengths, config = [3] * world, ContextParallelConfig(ring_degree=world)
+    assert dist.group.WORLD is not None
+    groups._cache.of(dist.group.WORLD).pop(config.mesh_shape, None)
+    torch._dynamo.reset()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return context_parallel_attention(x * 2, x, x, parallel_config=config, q_lengths=lengths, kv_lengths=lengths)
+
+    x = torch.randn(1, 3, 2, 4)
+    assert_close(torch.compile(attend, backend="eager")(x), attend(x))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_first_call_may_be_compiled(run_ranks: RankPool, world: int) -> None:
+    run_ranks(world, _first_call, timeout_s=120)

@@ -116,3 +116,8 @@ def test_a_sample_that_fits_in_no_row_is_refused(length: int) -> None:
 def test_errors_of_shapes_are_shape_errors() -> None:
     with pytest.raises(ShapeError):
         PackedCollate(TOKENS)([_sample(2, 0)])
+
+
+def test_an_order_that_can_be_read_only_once_raises() -> None:
+    with pytest.raises(ValueError, match="order is a list_iterator, which can be read only once"):
+        PackedBatches([3, 4], 9, iter([0, 1]))
