@@ -13,7 +13,7 @@ with private_names("torch"):
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["StorageWeakRef", "TorchDispatchMode", "group_among", "run_body", "schema_of"]
+__all__ = ["StorageWeakRef", "TorchDispatchMode", "address_of", "group_among", "run_body", "schema_of"]
 
 
 def run_body(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -24,6 +24,12 @@ def run_body(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator: its name, arguments and results."""
     return operator._schema
+
+
+def address_of(storage: Any) -> int:
+    """Return the address of the object behind a storage, also of one without memory."""
+    address: int = storage._cdata
+    return address
 
 
 def group_among(args: Any) -> torch.distributed.ProcessGroup:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cp.compat.dispatch_names import schema_of
 from lightning_cp.compat.torch_names import tree_iter
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # indices of the two factors
@@ -19,12 +20,12 @@ _VIEWS = ("detach", "_unsafe_view", "lift_fresh", "empty", "empty_like", "new_em
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the operations of a call: a multiplication and an addition are two."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if name in _PRODUCTS:
         a, b = (args[index] for index in _PRODUCTS[name])
         return int(2 * a.numel() * b.shape[-1])
     if "attention" in name:
-        named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | {**kwargs}
+        named = dict(zip((x.name for x in schema_of(func).arguments), args, strict=False)) | {**kwargs}
         return _attention(name, args, is_causal=named.get("is_causal") is True)
     if name == "convolution":
         x, weight, *_ = args
@@ -53,7 +54,7 @@ def _attention(name: str, args: Sequence[Any], *, is_causal: bool) -> int:
 
 def is_view(func: Any) -> bool:
     """Return True if an operator moves no data: its result shares memory with an argument, or is not written."""
-    schema = func._schema
+    schema = schema_of(func)
     name = schema.name.partition("::")[2]
     if name in _VIEWS:
         return True

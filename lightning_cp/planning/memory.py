@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cp.compat.dispatch_names import address_of
 from lightning_cp.planning.step import CATEGORIES
 
 Bytes = dict[str, int]  # by category
@@ -46,7 +47,7 @@ class StorageTracker:
     def add(self, x: Tensor, category: str | None = None) -> None:
         """Count the storage of a tensor, unless it is counted already."""
         storage = x.untyped_storage()
-        key = storage._cdata
+        key = address_of(storage)
         if key in self._live:
             return
         size, category = storage.nbytes(), category or self.category
@@ -55,7 +56,7 @@ class StorageTracker:
 
     def move(self, x: Tensor, category: str) -> None:
         """Count the storage of a tensor in another category from now on."""
-        key = x.untyped_storage()._cdata
+        key = address_of(x.untyped_storage())
         if key not in self._live:
             return self.add(x, category)
         reference, size, before = self._live[key]
@@ -67,7 +68,7 @@ class StorageTracker:
 
     def watch(self, x: Tensor) -> None:
         """Follow later changes of the size of a tensor's storage, which no operator makes."""
-        self._watched.add(x.untyped_storage()._cdata)
+        self._watched.add(address_of(x.untyped_storage()))
 
     def follow_resizes(self) -> None:
         """Count the sizes that watched storages have now, those that shrank first."""

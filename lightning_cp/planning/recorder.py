@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.observer import Transfer
-from lightning_cp.compat.torch_names import DispatchKey, TorchDispatchMode, is_fake, tree_iter, without_dispatch_modes
+from lightning_cp.compat.dispatch_names import TorchDispatchMode, run_body, schema_of
+from lightning_cp.compat.torch_names import is_fake, tree_iter, without_dispatch_modes
 from lightning_cp.planning.flops import flops_of, moved_bytes
 from lightning_cp.planning.memory import Span, StorageTracker
 from lightning_cp.planning.step import Compute, Event, Start, Wait
@@ -69,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside += 1
             try:
                 with self:  # the operator's body, instead of its fake
-                    return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+                    return run_body(func, *args, **kwargs)
             finally:
                 self._inside -= 1
         self.tracker.follow_resizes()
@@ -98,19 +99,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.tracker.add(x, "buffers" if is_buffer or func.namespace == "fsdp" else None)
         moved = moved_bytes(func, given, result)
         if moved:
-            segment.events.append(Compute(func._schema.name, flops_of(func, args, kwargs, result), moved))
+            segment.events.append(Compute(schema_of(func).name, flops_of(func, args, kwargs, result), moved))
 
     def _record_collective(self, func: Any, args: Any) -> None:
         """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
         ranks = dist.get_world_size()
-        if func._schema.name == "c10d::_allgather_base_":
+        if schema_of(func).name == "c10d::_allgather_base_":
             self._gathers.append(self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1)))
-        elif func._schema.name == "c10d::_reduce_scatter_base_":
+        elif schema_of(func).name == "c10d::_reduce_scatter_base_":
             self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1) // ranks)
 
     def _record_fsdp(self, func: Any, given: list[Tensor]) -> None:
         """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them."""
-        if func._schema.name == "fsdp::split_with_sizes_copy":
+        if schema_of(func).name == "fsdp::split_with_sizes_copy":
             self._wait(self._gathers.popleft())
             for x in given[1:]:
                 self.tracker.move(x, "weights")
