@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL
 from lightning_cp.attention.sparse.tiles import CUDA_TILE, Tiles
@@ -113,7 +114,11 @@ def _of_all_heads(q: Tensor, index: Tensor, bits: Tensor) -> tuple[Tensor, Tenso
 
 
 def _block_mask(q: Tensor, k: Tensor, tables: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return (q.shape[2], k.shape[2], *tables, CUDA_TILE, CUDA_TILE, _attends)
+    """Return the operators' form of the mask, which differs between versions of PyTorch."""
+    names = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")]
+    lengths, size = (q.shape[2], k.shape[2]), (CUDA_TILE, CUDA_TILE)
+    lists: Any = dict(zip(names, tables, strict=True))
+    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=size, mask_mod=_attends, **lists).as_tuple()  # type: ignore[arg-type]
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
