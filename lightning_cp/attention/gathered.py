@@ -33,6 +33,7 @@ from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Piece
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import Pending, exchange_flat, gather_flat
+from lightning_cp.device_profile import device_type
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 # Bytes of K and V gathered at a time, at least one head: large enough to saturate the bandwidth and the kernel.
@@ -247,7 +248,7 @@ class _GatheredGradReducer:
 def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
     """Split the heads into even slices of about `SLICE_BYTES` of gathered K and V; the same on every rank."""
     bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-    return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(k.device.type, 64 << 20)))
+    return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(device_type(k), 64 << 20)))
 
 
 def _token_bytes(k: Tensor, num_keys: int, dtype: torch.dtype | None = None) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_cp.device_profile import device_type
+
 _KEPT_BYTES, _KEPT = 64 << 20, 32
 
 
@@ -21,7 +23,7 @@ class Buffers:
 
     def take(self, size_bytes: int, like: Tensor) -> Tensor:
         """Return an uninitialized buffer on `like`'s device, uint8 [size_bytes]."""
-        if not like.is_cpu:
+        if device_type(like) != "cpu":
             return torch.empty(size_bytes, dtype=torch.uint8, device=like.device)
         for index, buffer in enumerate(self._kept):
             if buffer.numel() == size_bytes:
@@ -34,7 +36,7 @@ class Buffers:
         """Return buffers to the pool. The caller must not use them, or views of them, afterwards."""
         for buffer in buffers:
             size_bytes = buffer.numel()
-            if buffer.is_cpu and 0 < size_bytes <= _KEPT_BYTES:
+            if device_type(buffer) == "cpu" and 0 < size_bytes <= _KEPT_BYTES:
                 self._kept.append(buffer)
                 self.kept_bytes += size_bytes
                 while len(self._kept) > _KEPT or self.kept_bytes > _KEPT_BYTES:

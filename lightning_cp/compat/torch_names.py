@@ -27,11 +27,13 @@ with private_names("torch"):
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._subclasses.fake_tensor import is_fake
     from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
     from torch.jit._builtins import _find_builtin, _register_builtin
     from torch.nn.modules.dropout import _DropoutNd as DropoutModule
     from torch.overrides import _get_current_function_mode_stack as function_modes
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as stores_recomputation
 
@@ -42,6 +44,7 @@ with private_names("torch"):
 __all__ = [
     "DispatchKey",
     "DropoutModule",
+    "TorchDispatchMode",
     "TreeSpec",
     "allow_dynamic",
     "aten",
@@ -59,6 +62,7 @@ __all__ = [
     "in_bad_fork",
     "is_allowed_in_graph",
     "is_exporting",
+    "is_fake",
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
@@ -83,6 +87,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "without_dispatch_modes",
 ]
 
 
@@ -241,18 +246,22 @@ def fake_store() -> Any:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+def fake_tensors(*, allow_real: bool = False) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Context in which tensors have shapes, dtypes and devices, but no storage. Yields a function that makes a copy.
 
     Reading a value, or a shape that depends on values, raises an exception of torch. Nothing is logged inside.
+
+    Args: allow_real: operators also take tensors with storage.
     """
     with private_names("torch"):
         from torch._subclasses.fake_tensor import FakeTensorMode
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"), FakeTensorMode() as mode:
-            mode.cache_enabled = False  # torch would keep the results of each shape for ever
+        with warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=allow_real) as mode:
+            mode.cache_enabled = allow_real  # torch would keep the results of each shape for ever
             yield mode.from_tensor
     finally:
+        if allow_real:
+            FakeTensorMode.cache_clear()
         logging.disable(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_cp.config import KERNEL_NAMES
+from lightning_cp.device_profile import device_type
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.cpu_flash import CpuFlashKernel
 from lightning_cp.kernels.cuda_cudnn import CudnnKernel
@@ -73,8 +74,8 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
     for kernel in KERNELS if name == "auto" else (*KERNELS, *SAMPLING_KERNELS):
         if name not in ("auto", kernel.name):
             continue
-        if kernel.device_type not in ("any", query.device.type):
-            reasons.append(f"it runs on {kernel.device_type}, not {query.device.type}")
+        if kernel.device_type not in ("any", device_type(query)):
+            reasons.append(f"it runs on {kernel.device_type}, not {device_type(query)}")
             continue
         reason = kernel.refusal(query, mask)
         if reason is None:

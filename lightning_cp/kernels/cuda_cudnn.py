@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.compat.torch_names import aten
+from lightning_cp.device_profile import compute_capability, is_assumed
 from lightning_cp.kernels.cuda_flash import pad_heads
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
@@ -24,9 +25,10 @@ class CudnnKernel:
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 128:
             return f"head size {query.shape[-1]} is above 128"
-        if torch.cuda.get_device_capability(query.device) < (8, 0):
+        if compute_capability(query) < (8, 0):
             return "it needs compute capability 8.0"
-        return None if torch.backends.cudnn.is_available() else "cuDNN is not available"  # type: ignore[no-untyped-call]
+        available = is_assumed() or torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        return None if available else "cuDNN is not available"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.device_profile import compute_capability, is_assumed
 from lightning_cp.kernels.cuda_flash import pad_heads
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
@@ -31,6 +32,8 @@ class FlashAttnKernel:
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 256:
             return f"head size {query.shape[-1]} is above 256"
+        if is_assumed():
+            return "a dry run cannot call its functions"
         return None if is_installed(self.package) else f"the package {self.package} is not installed"
 
     def forward(
@@ -120,7 +123,7 @@ class FlashAttn3Kernel(FlashAttnKernel):
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         reason = super().refusal(query, mask)
-        if reason is None and torch.cuda.get_device_capability(query.device)[0] != 9:
+        if reason is None and compute_capability(query)[0] != 9:
             return "it needs compute capability 9.x"
         return reason
 
@@ -160,7 +163,7 @@ class FlashAttn4Kernel(FlashAttnKernel):
             return reason
         if query.shape[-1] > 128:
             return f"head size {query.shape[-1]} is above 128"
-        if torch.cuda.get_device_capability(query.device)[0] not in (9, 10, 11):
+        if compute_capability(query)[0] not in (9, 10, 11):
             return "it needs compute capability 9.x, 10.x or 11.x"
         return None
 

@@ -31,7 +31,7 @@ class Layout:
     patches: int = 1
     sharded: bool = False
     checkpointing: Checkpointing = "none"
-    rotate_method: str = "allgather"
+    rotate_method: Literal["allgather", "alltoall"] = "allgather"
 
     @property
     def ranks(self) -> int:
@@ -51,7 +51,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a transfer. Attributes: number: of the transfer. link: communicator. sent_bytes: of this rank."""
+    """The start of a transfer. Attributes: number: from 1 in a part. link: communicator. sent_bytes: of this rank."""
 
     number: int
     link: str
@@ -60,9 +60,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The compute stream waits for a transfer. Attributes: number: of its start."""
+    """The compute stream waits for a transfer.
 
-    number: int
+    Attributes: number: of its start; 0 or less: in the part before, counted back from its last one. None: all so far.
+    """
+
+    number: int | None
 
 
 Event = Compute | Start | Wait
@@ -102,11 +105,11 @@ class Step:
                 for event in part.events:
                     if isinstance(event, Start):
                         yield Start(event.number + offset, event.link, event.sent_bytes)
-                    elif isinstance(event, Wait):
+                    elif isinstance(event, Wait) and event.number is not None:
                         yield Wait(event.number + offset)
                     else:
                         yield event
-                offset += max(numbers, default=0) + 1
+                offset += max(numbers, default=0)
 
     @property
     def peak_bytes(self) -> int:

@@ -15,6 +15,7 @@ LAYERS = (
         "files",
         "locks",
         "config",
+        "device_profile",
         "rules",
         "mesh",
         "compat",

@@ -1,0 +1,152 @@
+"""Run a step of the engine on tensors without storage, as one rank of many, and record what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.observer import observing
+from lightning_cp.compat.torch_names import fake_store, fake_tensors
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.device_profile import CPU, DeviceProfile, assuming
+from lightning_cp.engine.apply import parallelize, remove_context_parallel
+from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.mesh.groups import groups_for
+from lightning_cp.nest import replace
+from lightning_cp.pipelines.pipefusion.stages import blocks_of
+from lightning_cp.planning.blocks import shorten
+from lightning_cp.planning.recorder import Recorder
+from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
+from lightning_cp.planning.sharded import shard_weights, weights_mesh
+from lightning_cp.planning.step import Layout, Step
+
+
+def dry_run(
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, Any],
+    layout: Layout,
+    settings: StepSettings = TRAINING,
+    *,
+    rank: int = 0,
+    device: DeviceProfile = CPU,
+    dtype: torch.dtype = torch.bfloat16,
+    lora: LoraSettings | None = None,
+    plan: object = None,
+    kernel: str = "auto",
+    every_block: bool = False,
+) -> Step:
+    """Trace one step of one rank without devices, other ranks, or memory for weights.
+
+    Args:
+        build: makes the model, for example `partial(FluxTransformer2DModel.from_config, config)`. It is called where
+            tensors have no storage.
+        inputs: arguments of the model's forward on this rank. Tensors on the meta device have no values; the model may
+            read the values of others.
+        layout: degrees; PipeFusion cannot be traced.
+        settings: what a step is.
+        rank: rank whose step it is.
+        device: device that the step is for.
+        dtype: of the weights.
+        lora: adapters to train in place of the weights.
+        plan, kernel: see `engine.apply.parallelize`.
+        every_block: True: trace each block. False: of a row of equal blocks the first, the second for all others, and
+            the last.
+    Raises:
+        ValueError: the degrees do not fit the model, the class has no plan, the forward reads values that a tensor does
+            not have, or there is a process group.
+    """
+    if layout.pipe > 1 or layout.patches > 1:
+        raise ValueError(f"pipe={layout.pipe}, patches={layout.patches}: PipeFusion cannot be traced, use 1 and 1")
+    with fake_rank(layout.ranks, rank), assuming(device):
+        config = ContextParallelConfig(
+            ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
+        )
+        groups, mesh = groups_for(config), weights_mesh()
+        BUFFERS.forget()
+        model = _on_meta(build, dtype, lora, layout, trains=settings.task == "train")
+        try:
+            with fake_tensors(allow_real=True), observing(Recorder({})):
+                _replace_tensors(model, _without_storage, _without_storage)
+                installed = parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
+                paths = blocks_of(installed)
+                if layout.sharded:
+                    shard_weights(model, installed, mesh)
+                weights = list(model.parameters())
+                if every_block:
+                    repeats = {model.get_submodule(path): 1 for path in paths}
+                else:
+                    remove_context_parallel(model)
+                    repeats = shorten(model, paths)
+                    parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
+                placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
+                return record_step(model, placed, layout, groups, settings, weights=weights, repeats=repeats)
+        except Exception as error:
+            if "fake_tensor" not in type(error).__module__:
+                raise
+            raise ValueError(
+                f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends on "
+                f"values ({type(error).__name__}: {error}). Pass the tensor with its values, not on the meta device, "
+                "or choose the degrees by hand"
+            ) from error
+        finally:
+            BUFFERS.forget()
+
+
+def _on_meta(
+    build: Callable[[], nn.Module], dtype: torch.dtype, lora: LoraSettings | None, layout: Layout, *, trains: bool
+) -> nn.Module:
+    """Build the model, with its adapters and checkpointing."""
+    with torch.device("meta"):
+        model: Any = build()
+    _replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
+    if not trains:
+        return model.eval()  # type: ignore[no-any-return]
+    model.train()
+    if lora is not None:
+        add_lora(model, lora)
+    if layout.checkpointing == "full":
+        model.enable_gradient_checkpointing()
+    if layout.checkpointing == "selective":
+        model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+    return model  # type: ignore[no-any-return]
+
+
+def _without_storage(x: Tensor) -> Tensor:
+    """Return a tensor of the same form on the device of the dry run. Call it where tensors have no storage."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+def _replace_tensors(
+    model: nn.Module, of_weight: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
+) -> None:
+    """Replace the weights and buffers of a model. Tied weights stay tied."""
+    new: dict[Tensor, nn.Parameter] = {}
+    for inner in model.modules():
+        for name, x in inner._parameters.items():
+            if x is not None:
+                if x not in new:
+                    new[x] = nn.Parameter(of_weight(x.detach()), x.requires_grad)
+                inner._parameters[name] = new[x]
+        for name, buffer in inner._buffers.items():
+            inner._buffers[name] = None if buffer is None else of_buffer(buffer)
+
+
+@contextmanager
+def fake_rank(ranks: int, rank: int) -> Iterator[None]:
+    """Be one rank of a default process group that sends nothing. Raises: ValueError: there is a process group."""
+    if dist.is_initialized():
+        raise ValueError("a dry run makes a process group of its own: run it before init_process_group")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} must be at least 0 and below the number of ranks, {ranks}")
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,92 @@
+"""Count the memory of tensors by category, from the operator that makes a storage to its last reference."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cp.planning.step import CATEGORIES
+
+Bytes = dict[str, int]  # by category
+
+
+@dataclass
+class Span:
+    """Memory between two marks of a step, relative to its begin.
+
+    Attributes: grown: at its end. peak: at the moment of its highest sum.
+    """
+
+    grown: Bytes = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    peak: Bytes = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+
+    def change(self, category: str, change: int) -> None:
+        """Allocate memory, or free it if `change` is negative."""
+        self.grown[category] += change
+        if change > 0 and sum(self.grown.values()) > sum(self.peak.values()):
+            self.peak = dict(self.grown)
+
+
+class StorageTracker:
+    """Follow the storages of tensors, with or without memory of their own.
+
+    Attributes:
+        span: what is counted now. Exchange it at a mark.
+        category: of the storages that are added.
+    """
+
+    def __init__(self) -> None:
+        self.span, self.category = Span(), "activations"
+        self._live: dict[int, tuple[weakref.ref[object], int, str]] = {}
+        self._watched: set[int] = set()
+
+    def add(self, x: Tensor, category: str | None = None) -> None:
+        """Count the storage of a tensor, unless it is counted already."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size, category = storage.nbytes(), category or self.category
+        self._live[key] = weakref.ref(storage, lambda _: self._free(key)), size, category
+        self.span.change(category, size)
+
+    def move(self, x: Tensor, category: str) -> None:
+        """Count the storage of a tensor in another category from now on."""
+        key = x.untyped_storage()._cdata
+        if key not in self._live:
+            return self.add(x, category)
+        reference, size, before = self._live[key]
+        if before != category:
+            self.span.change(before, -size)
+            self.span.change(category, size)
+            self._live[key] = reference, size, category
+        return None
+
+    def watch(self, x: Tensor) -> None:
+        """Follow later changes of the size of a tensor's storage, which no operator makes."""
+        self._watched.add(x.untyped_storage()._cdata)
+
+    def follow_resizes(self) -> None:
+        """Count the sizes that watched storages have now, those that shrank first."""
+        changes = []
+        for key in self._watched:
+            reference, size, category = self._live[key]
+            storage: Any = reference()
+            now = storage.nbytes() if storage is not None else size
+            if now != size:
+                changes.append((now - size, category))
+                self._live[key] = reference, now, category
+        for change, category in sorted(changes):
+            self.span.change(category, change)
+
+    def reserve(self, category: str, size: int) -> None:
+        """Count memory that no tensor of the step has."""
+        self.span.change(category, size)
+
+    def _free(self, key: int) -> None:
+        _, size, category = self._live.pop(key)
+        self._watched.discard(key)
+        self.span.change(category, -size)

@@ -1,0 +1,147 @@
+"""Record what a step does: its operators, its transfers and the memory of its tensors, in segments between marks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.observer import Transfer
+from lightning_cp.compat.torch_names import DispatchKey, TorchDispatchMode, is_fake, tree_iter, without_dispatch_modes
+from lightning_cp.planning.flops import flops_of, moved_bytes
+from lightning_cp.planning.memory import Span, StorageTracker
+from lightning_cp.planning.step import Compute, Event, Start, Wait
+
+WORLD = "world"  # link of all ranks
+
+
+@dataclass
+class Segment:
+    """What happens between two marks. Attributes: calls: into PyTorch. span: changes of memory."""
+
+    name: str
+    events: list[Event] = field(default_factory=list)
+    calls: int = 0
+    span: Span = field(default_factory=Span)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Record the operators of a step, those inside of this package's operators too, and its transfers.
+
+    Use it as a context, and as the observer of transfers. Tensors may have storage or not. An operator on tensors with
+    storage only computes them also inside of a `FakeTensorMode`, so that their values can be read.
+
+    Attributes:
+        segments: what was recorded; `mark` begins the next one.
+        tracker: the memory.
+        at_mark: called before a segment ends.
+    """
+
+    def __init__(self, links: Mapping[dist.ProcessGroup, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.segments: list[Segment] = []
+        self.tracker = StorageTracker()
+        self.at_mark: Callable[[], None] | None = None
+        self._links, self._inside = links, 0
+        self._started = self._before = 0  # transfers so far, and before this segment
+        self._numbers: dict[int, int] = {}  # of transfers: in the process -> in the step
+        self._gathers: deque[int] = deque()  # of FSDP2, which waits for them in order
+        self.mark("begin")
+
+    def mark(self, name: str) -> None:
+        """Begin a segment."""
+        if self.at_mark is not None:
+            self.at_mark()
+        segment = Segment(name)
+        self.segments.append(segment)
+        self.tracker.span, self._before = segment.span, self._started
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on shards come here again
+        if func.namespace == "lightning_cp":
+            self._inside += 1
+            try:
+                with self:  # the operator's body, instead of its fake
+                    return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            finally:
+                self._inside -= 1
+        self.tracker.follow_resizes()
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if given and not any(map(is_fake, given)):
+            with without_dispatch_modes():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if func.namespace != "prim":  # that asks a tensor without storage for its device
+            self._record(func, args, kwargs, given, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+        segment = self.segments[-1]
+        segment.calls += 1
+        if func.namespace == "c10d":
+            if not self._inside:
+                self._record_collective(func, args)
+            return
+        if func.namespace == "fsdp":
+            self._record_fsdp(func, given)
+        for x in tree_iter(result):
+            if isinstance(x, Tensor):
+                is_buffer = self._inside and x.element_size() == 1 and not x.dtype.is_floating_point and not given
+                self.tracker.add(x, "buffers" if is_buffer or func.namespace == "fsdp" else None)
+        moved = moved_bytes(func, given, result)
+        if moved:
+            segment.events.append(Compute(func._schema.name, flops_of(func, args, kwargs, result), moved))
+
+    def _record_collective(self, func: Any, args: Any) -> None:
+        """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
+        ranks = dist.get_world_size()
+        if func._schema.name == "c10d::_allgather_base_":
+            self._gathers.append(self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1)))
+        elif func._schema.name == "c10d::_reduce_scatter_base_":
+            self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1) // ranks)
+
+    def _record_fsdp(self, func: Any, given: list[Tensor]) -> None:
+        """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them."""
+        if func._schema.name == "fsdp::split_with_sizes_copy":
+            self._wait(self._gathers.popleft())
+            for x in given[1:]:
+                self.tracker.move(x, "weights")
+                self.tracker.watch(x)
+
+    def _start(self, link: str, sent_bytes: int) -> int:
+        self._started += 1
+        self.segments[-1].events.append(Start(self._started - self._before, link, sent_bytes))
+        return self._started
+
+    def _wait(self, started: int) -> None:
+        self.segments[-1].events.append(Wait(started - self._before))
+
+    def started(self, transfer: Transfer) -> None:
+        """A transfer starts."""
+        mine = dist.get_rank(transfer.group)
+        sent = sum(x.numel() * x.element_size() for peer, x in transfer.sent if peer != mine)
+        self._numbers[transfer.number] = self._start(self._links.get(transfer.group, WORLD), sent)
+
+    def waited(self, number: int) -> None:
+        """The wait for a transfer is over."""
+        self._wait(self._numbers[number])
+
+    def reduce(self, sent_bytes: int) -> None:
+        """Record an all-reduce of gradients over all ranks that nothing here starts."""
+        self._start(WORLD, sent_bytes)
+
+    def wait_for_all(self) -> None:
+        """Record that everything that has started is waited for."""
+        self.segments[-1].events.append(Wait(None))
+
+    def gathered(self, values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+        """Answer for the other ranks, as if they had this rank's values."""
+        return [values] * dist.get_world_size(group)

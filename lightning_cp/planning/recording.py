@@ -1,0 +1,195 @@
+"""Record one step of a parallel model: forward, and in training backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.comm.observer import observing
+from lightning_cp.compat.torch_names import in_backward
+from lightning_cp.device_profile import device_type
+from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.nest import of_type
+from lightning_cp.planning.recorder import Recorder, Segment
+from lightning_cp.planning.replicas import GradientBuckets
+from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
+from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
+
+OPTIMIZER = "optimizer"  # name of the optimizer's part
+
+
+def mean_square(output: Any) -> Tensor:
+    """Return the mean square of a model's first output in float32, a loss with the memory of usual ones."""
+    return next(of_type(Tensor, output)).float().square().mean()
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make AdamW, with its default for the device: on a GPU it computes all weights at once."""
+    return torch.optim.AdamW(parameters, foreach=device_type(parameters[0]) == "cuda")
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step is.
+
+    Attributes:
+        task: "train": forward, backward and the optimizer's step. "sample": a forward without gradients.
+        autocast: dtype of `torch.autocast`; None: none.
+        optimizer: makes the optimizer of parameters.
+        loss: computes the loss from the model's output.
+    """
+
+    task: Literal["train", "sample"] = "train"
+    autocast: torch.dtype | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+    loss: Callable[[Any], Tensor] = mean_square
+
+
+TRAINING = StepSettings()
+
+
+def record_step(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    layout: Layout,
+    groups: MeshGroups,
+    settings: StepSettings,
+    *,
+    weights: Sequence[nn.Parameter],
+    repeats: Mapping[nn.Module, int],
+) -> Step:
+    """Run a step and record it, on tensors with or without storage.
+
+    Args:
+        model: parallel model.
+        groups: its groups.
+        weights: all weights, also those of blocks that were removed from the model.
+        repeats: how often each block counts, in the order of the forward.
+    """
+    weights = [local_weight(x) for x in weights]
+    trained = [x for x in weights if x.requires_grad and settings.task == "train"]
+    optimizer = settings.optimizer(trained) if trained else None
+    if optimizer is not None:  # its state exists after the first step
+        with Recorder({}):
+            _set_missing_gradients(trained)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    gc.collect()  # cycles with tensors would be freed in the middle of the step
+    recorder = Recorder(_links(groups))
+    for x in (*weights, *model.buffers()):
+        recorder.tracker.add(x, "weights")
+    for x in of_type(Tensor, optimizer.state if optimizer else {}):
+        recorder.tracker.add(x, "optimizer")
+    for x in of_type(Tensor, inputs):
+        recorder.tracker.add(x, "activations")
+    buckets = GradientBuckets(recorder, trained, 1 if layout.sharded else layout.ranks)
+    if layout.sharded:
+        recorder.at_mark = partial(count_sharded_gradients, recorder, list(model.parameters()))
+    marks = _Marks(recorder, list(repeats))
+    try:
+        with observing(recorder), recorder:
+            _run(model, inputs, settings, recorder, buckets)
+        if optimizer is not None:
+            recorder.mark("gradients")
+            _set_missing_gradients(trained)  # of blocks that are not traced
+            recorder.mark(OPTIMIZER)
+            with recorder:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    finally:
+        buckets.remove()
+        marks.remove()
+    counts = {marks.name(block): count for block, count in repeats.items()}
+    return composed(layout, recorder.segments, counts)
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], settings: StepSettings, recorder: Recorder, buckets: GradientBuckets
+) -> None:
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if settings.autocast is not None:
+        autocast = torch.autocast("cpu", settings.autocast)
+    if settings.task == "sample":
+        with torch.no_grad(), autocast:
+            model(**inputs)
+        return
+    with autocast:
+        loss = settings.loss(model(**inputs))
+    recorder.mark("backward")
+    loss.backward()  # type: ignore[no-untyped-call]
+    buckets.finish()
+
+
+def _set_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for x in parameters:
+        if x.grad is None:
+            x.grad = torch.empty_like(x)
+
+
+def _links(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
+    """Return the names of communicators; of groups with several names the first."""
+    named = {"ring": groups.ring, "ulysses": groups.ulysses, "context": groups.context}
+    links: dict[dist.ProcessGroup, str] = {}
+    for name, group in named.items():
+        if group is not None:
+            links.setdefault(group, name)
+    return links
+
+
+class _Marks:
+    """Begin a segment where a block's forward begins, and where its backward does."""
+
+    def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
+        self._recorder, self._names = recorder, {block: f"block {i}" for i, block in enumerate(blocks)}
+        self._hooks = [block.register_forward_pre_hook(self._before, prepend=True) for block in blocks]
+        self._hooks += [block.register_forward_hook(self._after) for block in blocks]
+
+    def name(self, block: nn.Module) -> str:
+        """Return the name of the segments of a block; those of its backward have one more word."""
+        return self._names[block]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, block: nn.Module, _: object) -> None:
+        if not in_backward():  # otherwise checkpointing computes it again
+            self._recorder.mark(self._names[block])
+
+    def _after(self, block: nn.Module, _: object, output: Any) -> None:
+        if in_backward():
+            return
+        name, is_first = f"{self._names[block]} backward", [True]
+
+        def begin(_: Tensor) -> None:
+            if is_first.pop() if is_first else False:
+                self._recorder.mark(name)
+
+        for x in of_type(Tensor, output):
+            if x.requires_grad:
+                x.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def composed(layout: Layout, segments: Sequence[Segment], counts: Mapping[str, int]) -> Step:
+    """Join the segments of a step. Args: counts: how often those of each block are repeated."""
+    total, peak = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
+    parts, calls = [], 0
+    for segment in segments:
+        repeats = counts.get(segment.name.removesuffix(" backward"), 1)
+        for _ in range(repeats):
+            highest = {name: total[name] + segment.span.peak[name] for name in CATEGORIES}
+            if sum(highest.values()) > sum(peak.values()):
+                peak = highest
+            total = {name: total[name] + segment.span.grown[name] for name in CATEGORIES}
+        parts.append(Part(segment.name, tuple(segment.events), repeats))
+        calls += segment.calls * repeats
+    return Step(layout, tuple(parts), peak, calls)

@@ -1,0 +1,59 @@
+"""Gradients of replicated weights: their buckets, and the all-reduces that begin during backward, as in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_cp.planning.recorder import Recorder
+
+BUCKET_BYTES = 25 << 20  # of DistributedDataParallel
+
+
+class GradientBuckets:
+    """Count gradients as such once they are complete, and start an all-reduce whenever a bucket is full.
+
+    A model of DDP: a bucket ends with a block, and a few of them are reduced together after backward, which is
+    independent of how many blocks are traced. Buckets have memory from the first step on.
+    """
+
+    def __init__(self, recorder: Recorder, trained: Sequence[nn.Parameter], ranks: int) -> None:
+        self._recorder, self._ranks, self._filled = recorder, ranks, 0
+        self._total = sum(x.numel() * x.element_size() for x in trained)
+        self._are_few = self._total <= 4 * BUCKET_BYTES
+        self._hooks = [
+            x.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            for x in trained
+        ]
+        if ranks > 1:
+            recorder.tracker.reserve("buffers", self._total)
+            recorder.at_mark = self._block_ends
+
+    def _ready(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "the hook is called after accumulation"
+        self._recorder.tracker.move(parameter.grad, "gradients")
+        self._filled += parameter.grad.numel() * parameter.grad.element_size()
+        if self._filled >= BUCKET_BYTES and not self._are_few:
+            self._block_ends()
+
+    def _block_ends(self) -> None:
+        if not self._are_few:
+            self._reduce(self._filled)
+            self._filled = 0
+
+    def _reduce(self, size: int) -> None:
+        if self._ranks > 1 and size:
+            self._recorder.reduce(2 * size * (self._ranks - 1) // self._ranks)
+
+    def finish(self) -> None:
+        """Reduce the last bucket, and wait for all."""
+        self._reduce(self._total if self._are_few else self._filled)
+        self._filled = 0
+        if self._ranks > 1:
+            self._recorder.wait_for_all()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,42 @@
+"""Weights sharded with FSDP2 in a dry run: FSDP2 itself runs, on tensors without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.engine.apply import Installed
+from lightning_cp.planning.recorder import Recorder
+from lightning_cp.strategies.fsdp_units import find_fsdp_units
+
+
+def weights_mesh() -> DeviceMesh:
+    """Return a mesh of all ranks. Call it where tensors have storage."""
+    return DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("shard",))
+
+
+def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh) -> None:
+    """Shard the weights of each block, and the rest of the model, as the FSDP strategy does."""
+    for unit in find_fsdp_units(model, [installed], [], by_child=False):
+        fully_shard(unit, mesh=mesh)
+
+
+def local_weight(x: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a weight, or the weight if it is not sharded."""
+    if not isinstance(x, DTensor):
+        return x
+    shard = nn.Parameter(x.to_local().detach(), x.requires_grad)
+    return shard
+
+
+def count_sharded_gradients(recorder: Recorder, parameters: Sequence[Tensor]) -> None:
+    """Count the gradients of sharded weights that are complete as gradients."""
+    for x in parameters:
+        if isinstance(x.grad, DTensor):
+            recorder.tracker.move(x.grad.to_local(), "gradients")

@@ -1,0 +1,143 @@
+"""Dry runs: repeated blocks equal the full trace, operations equal formulas by hand, errors, and the speed."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+from torch import Tensor, nn
+
+from lightning_cp.device_profile import DeviceProfile
+from lightning_cp.finetune.adapters.lora import LoraSettings
+from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.recording import StepSettings
+from lightning_cp.planning.step import Compute, Layout
+
+_GPU = DeviceProfile("H100", "cuda", 80 << 30)
+_FLUX_TINY = {
+    "in_channels": 4,
+    "num_layers": 5,
+    "num_single_layers": 6,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": [4, 4, 8],
+}
+_FLUX_DEV = {
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+}
+_WAN_14B = {"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824, "text_dim": 4096}
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _flux(image: int, text: int, config: dict[str, Any], width: int) -> dict[str, Any]:
+    guidance = {"guidance": _meta(1)} if config.get("guidance_embeds") else {}
+    return guidance | {
+        "hidden_states": _meta(1, image, width),
+        "encoder_hidden_states": _meta(1, text, config["joint_attention_dim"]),
+        "pooled_projections": _meta(1, config["pooled_projection_dim"]),
+        "timestep": _meta(1),
+        "img_ids": _meta(image, 3),
+        "txt_ids": _meta(text, 3),
+    }
+
+
+_TINY = partial(FluxTransformer2DModel, **_FLUX_TINY)
+_TINY_INPUTS = _flux(30, 7, _FLUX_TINY, 4)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.full), "selective"])
+@pytest.mark.parametrize("device", [_GPU, pytest.param(DeviceProfile(), marks=pytest.mark.full)])
+def test_repeated_blocks_equal_the_full_trace(checkpointing: Any, device: DeviceProfile) -> None:
+    layout = Layout(ring=2, ulysses=2, checkpointing=checkpointing)
+    short, full = (dry_run(_TINY, _TINY_INPUTS, layout, device=device, every_block=x) for x in (False, True))
+    assert [part.repeats for part in short.parts].count(3) == 2
+    assert short.peak == full.peak
+    assert short.sent_bytes() == full.sent_bytes()
+    assert (short.flops, short.calls) == (full.flops, full.calls)
+    assert list(short.events()) == list(full.events())
+
+
+def test_flops_of_a_block_equal_a_formula() -> None:
+    dim, tokens = 64, 37
+    step = dry_run(_TINY, _TINY_INPUTS, Layout(), StepSettings("sample"), device=_GPU)
+    (block,) = (part for part in step.parts if part.name == "block 4")  # of the second kind, in the middle
+    found = {x.name: 0 for x in block.events if isinstance(x, Compute)}
+    for event in block.events:
+        if isinstance(event, Compute):
+            found[event.name] += event.flops
+    # modulation of one vector; q, k, v and the first layer of the MLP (4 dim); the output of attention and MLP
+    linear = 2 * dim * 3 * dim + 2 * tokens * dim * (3 + 4) * dim + 2 * tokens * 5 * dim * dim
+    assert sum(count for name, count in found.items() if name.endswith(("::mm", "::addmm"))) == linear
+    assert sum(count for name, count in found.items() if "attention" in name) == 4 * tokens * tokens * dim
+
+
+def test_the_device_is_that_of_the_profile() -> None:
+    def kernels(device: DeviceProfile) -> set[str]:
+        step = dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), device=device)
+        return {x.name for x in step.events() if isinstance(x, Compute) and "attention" in x.name}
+
+    assert kernels(_GPU) == {f"aten::_scaled_dot_product_cudnn_attention{x}" for x in ("", "_backward")}
+    assert kernels(DeviceProfile()) == {
+        f"aten::_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward")
+    }
+
+
+class _Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) * float(x.sum())  # type: ignore[no-any-return]
+
+
+def test_errors_name_the_cause() -> None:
+    from lightning_cp.plans import Plan, split
+
+    plan = Plan(blocks={"blocks": {"input": split(1, "image")}}, gather={"blocks.0": split(1, "image")})
+    with pytest.raises(ValueError, match="reads values of a tensor"):
+        dry_run(_Reads, {"x": _meta(1, 8, 4)}, Layout(ring=2), plan=plan)
+    with pytest.raises(ValueError, match="no plan is registered"):
+        dry_run(_Reads, {"x": _meta(1, 8, 4)}, Layout(ring=2))
+    with pytest.raises(ValueError, match="ulysses_degree=8 must be at most the number of query heads, 4"):
+        dry_run(_TINY, _TINY_INPUTS, Layout(ulysses=8))
+    with pytest.raises(ValueError, match="pipe=2"):
+        dry_run(_TINY, _TINY_INPUTS, Layout(pipe=2))
+    with pytest.raises(ValueError, match="rank=2 must be"):
+        dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), rank=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16, targets=["to_q", "to_k", "to_v"])])
+@pytest.mark.parametrize("model", ["flux", "wan"])
+def test_large_models_are_traced_within_20_seconds(model: str, lora: LoraSettings | None) -> None:
+    if model == "flux":
+        build: Any = partial(FluxTransformer2DModel, **_FLUX_DEV)
+        inputs, layout = _flux(4096, 512, _FLUX_DEV, 64), Layout(ring=2, ulysses=2)
+    else:
+        build = partial(WanTransformer3DModel, **_WAN_14B)
+        layout = Layout(ring=2, ulysses=2, checkpointing="full")
+        inputs = {
+            "hidden_states": _meta(1, 16, 21, 90, 160),  # 75,600 tokens
+            "encoder_hidden_states": _meta(1, 512, 4096),
+            "timestep": _meta(1, dtype=torch.int64),
+        }
+    started = time.process_time()
+    step = dry_run(build, inputs, layout, device=_GPU, lora=lora)
+    assert time.process_time() - started < 20
+    assert step.peak["weights"] > 20 << 30
