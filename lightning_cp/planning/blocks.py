@@ -1,4 +1,4 @@
-"""Trace few of many equal blocks: the first, the second and the last one of a row; the second counts for all others."""
+"""Trace few of many equal blocks: the first and the last ones of a row, and one that counts for all others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from itertools import groupby
 from torch import nn
 
 from lightning_cp.engine.rules.paths import submodule
-
-_KEPT = 3
 
 
 def kind_of(block: nn.Module) -> Hashable:
@@ -26,10 +24,13 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, tuple))
 
 
-def shorten(model: nn.Module, paths: Sequence[str]) -> dict[nn.Module, int]:
-    """Remove all but three blocks of each row of equal ones from the model.
+def shorten(model: nn.Module, paths: Sequence[str], *, margin: int) -> dict[nn.Module, int]:
+    """Remove all but a few blocks of each row of equal ones from the model.
 
-    Args: paths: of its blocks.
+    Args:
+        paths: of its blocks.
+        margin: number of blocks that are kept before and after the one that counts for all others: blocks have an
+            influence on so many others, and on all in the same way.
     Returns: how often each remaining block counts, in order.
     """
     repeats: dict[nn.Module, int] = {}
@@ -38,9 +39,10 @@ def shorten(model: nn.Module, paths: Sequence[str]) -> dict[nn.Module, int]:
     for (where, _), row in rows:
         blocks = [submodule(model, path) for path in row]
         is_list = isinstance(submodule(model, where), nn.ModuleList)
-        if len(blocks) > _KEPT and is_list:
-            removed |= {*blocks[2:-1]}
-            repeats |= {blocks[0]: 1, blocks[1]: len(blocks) - 2, blocks[-1]: 1}
+        if len(blocks) > 2 * margin + 1 and is_list:
+            removed |= {*blocks[margin + 1 : -margin]}
+            repeats |= dict.fromkeys(blocks[: margin + 1] + blocks[-margin:], 1)
+            repeats[blocks[margin]] = len(blocks) - 2 * margin
         else:
             repeats |= dict.fromkeys(blocks, 1)
     for where in dict.fromkeys(path.rpartition(".")[0] for path in paths):

@@ -56,8 +56,7 @@ def dry_run(
         dtype: of the weights.
         lora: adapters to train in place of the weights.
         plan, kernel: see `engine.apply.parallelize`.
-        every_block: True: trace each block. False: of a row of equal blocks the first, the second for all others, and
-            the last.
+        every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others.
     Raises:
         ValueError: the degrees do not fit the model, the class has no plan, the forward reads values that a tensor does
             not have, or there is a process group.
@@ -83,7 +82,7 @@ def dry_run(
                     repeats = {model.get_submodule(path): 1 for path in paths}
                 else:
                     remove_context_parallel(model)
-                    repeats = shorten(model, paths)
+                    repeats = shorten(model, paths, margin=2 if layout.sharded else 1)
                     parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
                 placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=repeats)
