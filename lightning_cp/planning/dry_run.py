@@ -125,7 +125,7 @@ def _without_storage(x: Tensor) -> Tensor:
 def _replace_tensors(
     model: nn.Module, of_weight: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
 ) -> None:
-    """Replace the weights and buffers of a model. Tied weights stay tied."""
+    """Replace the weights, buffers and other tensors of a model. Tied weights stay tied."""
     new: dict[Tensor, nn.Parameter] = {}
     for inner in model.modules():
         for name, x in inner._parameters.items():
@@ -135,6 +135,9 @@ def _replace_tensors(
                 inner._parameters[name] = new[x]
         for name, buffer in inner._buffers.items():
             inner._buffers[name] = None if buffer is None else of_buffer(buffer)
+        for name, x in vars(inner).items():
+            if isinstance(x, Tensor):  # neither weight nor buffer, such as QwenImage's positions
+                setattr(inner, name, of_buffer(x))
 
 
 @contextmanager
