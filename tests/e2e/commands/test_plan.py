@@ -91,6 +91,7 @@ def test_folders_files_and_own_devices_are_planned_for(tmp_path: Path) -> None:
     assert "reads values of a tensor" in done.stderr
 
 
+@pytest.mark.full
 def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
     done = _plan(tmp_path, *_SMALL, "ranks=1", "memory_gb=0.0001", "reserved_gb=0")
     assert done.returncode == 1
@@ -119,3 +120,22 @@ def test_invalid_settings_are_refused_in_one_line(settings: list[str], message: 
     assert len(done.stderr.splitlines()) == 1
     assert message in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.full
+def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(_ROOT / "recipes" / "bench.py"),
+        "calibrate=true",
+        "ranks=[2]",
+        "hydra.run.dir=rates",
+    ]
+    done = warm.run(command, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    planned = _plan(tmp_path, "model=wan_tiny", "gpu=rates/device.yaml", "ranks=2", "hydra.run.dir=run")
+    assert planned.returncode == 0, planned.stderr
+    assert "not calibrated" not in planned.stdout
+    device = _read(tmp_path)["device"]
+    assert device["source"] == "measured"
+    assert all(device[name] > 0 for name in ("tflops", "attention_share", "memory_gbs", "link_gbs", "call_us"))

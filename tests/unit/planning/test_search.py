@@ -49,6 +49,7 @@ def test_of_choices_within_15_percent_the_simplest_is_first() -> None:
     assert equal == 3
 
 
+@pytest.mark.full
 def test_steps_are_shared_between_data_ranks() -> None:
     model = _model()
     for layout in (Layout(data=4, ring=2), Layout(data=6)):
@@ -64,6 +65,7 @@ def test_steps_are_shared_between_data_ranks() -> None:
         assert (shared.flops, shared.calls) == (full.flops, full.calls)
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_excluded_with_its_memory() -> None:
     needed = _peak(Layout(data=2)) / 1e9
     request = Request(_model(), 2, H100, memory_gb=0.99 * needed, reserved_gb=0, fixed={"sharded": False})
@@ -77,6 +79,7 @@ def test_what_does_not_fit_is_excluded_with_its_memory() -> None:
     assert [x.layout for x in plan(replace(alone, memory_gb=1.01 * needed)).choices] == [Layout(data=2)]
 
 
+@pytest.mark.full
 def test_if_nothing_fits_the_missing_memory_and_a_change_are_named() -> None:
     model = _model(ffn_dim=4096)
     weights = 2 * sum(x.numel() for x in model.build().parameters())
