@@ -19,7 +19,7 @@ from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.mesh.groups import groups_for
-from lightning_cp.nest import replace
+from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.planning.blocks import shorten
 from lightning_cp.planning.recorder import Recorder
@@ -125,7 +125,7 @@ def _without_storage(x: Tensor) -> Tensor:
 def _replace_tensors(
     model: nn.Module, of_weight: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
 ) -> None:
-    """Replace the weights, buffers and other tensors of a model. Tied weights stay tied."""
+    """Replace the weights and buffers of a model. Tied weights stay tied."""
     new: dict[Tensor, nn.Parameter] = {}
     for inner in model.modules():
         for name, x in inner._parameters.items():
@@ -135,9 +135,9 @@ def _replace_tensors(
                 inner._parameters[name] = new[x]
         for name, buffer in inner._buffers.items():
             inner._buffers[name] = None if buffer is None else of_buffer(buffer)
-        for name, x in vars(inner).items():
-            if isinstance(x, Tensor):  # neither weight nor buffer, such as QwenImage's positions
-                setattr(inner, name, of_buffer(x))
+        for name, value in list(vars(inner).items()):  # tables that are no buffers
+            if isinstance(value, (Tensor, list, tuple)) and any(True for _ in of_type(Tensor, value)):
+                setattr(inner, name, replace(Tensor, of_buffer, value))
 
 
 @contextmanager
