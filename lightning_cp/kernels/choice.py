@@ -35,7 +35,6 @@ TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 # diffusers backend name -> kernel name, for backends with a kernel here.
 DIFFUSERS_BACKENDS: dict[str, str] = {
     "native": "auto",
-    "flex": "auto",
     "_native_flash": "flash",
     "_native_cudnn": "cudnn",
     "_native_efficient": "efficient",
@@ -43,6 +42,7 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
     "flash": "flash_attn",
     "_flash_3": "flash_attn_3",
     "sage": "sage",
+    "flex": "auto",  # with a block mask
 }
 
 

@@ -175,6 +175,21 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         sys.exit(1)
 
 
+def calibrate_device(config: DictConfig, folder: Path) -> None:
+    """Measure the rates of this machine with the largest number of ranks, and write device.yaml for recipes/plan.py."""
+    with temporary_folder() as scratch:
+        result, settings = folder / "device.yaml", scratch / "settings.yaml"
+        OmegaConf.save({"device": config.device, "result": str(result.absolute())}, settings)
+        target, ranks = "lightning_cp.app.benchmark.calibrate:calibrate", max(config.ranks)
+        job = Job(target, settings, ranks, folder / "logs", threads=1 if config.device == "cpu" else 0)
+        outcome = LocalLauncher(limit_s=config.limit_s).launch(job)
+    if outcome.failure is not None:
+        print(f"error: {outcome.failure.describe()}", file=sys.stderr)
+        sys.exit(outcome.exit_code)
+    print(result.read_text(encoding="utf-8"))
+    print(f"use it with: python recipes/plan.py gpu={result} …")
+
+
 def _real_workloads(config: DictConfig) -> list[str]:
     """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
     return [x for x in config.workloads if x not in ONE_PROCESS]
@@ -191,6 +206,9 @@ def main(config: DictConfig) -> None:
     if problem:
         sys.exit(f"error: {problem}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
+    if config.calibrate:
+        calibrate_device(config, folder)
+        return
     if "stages" in config:
         run_gpu_stages(config, folder)
         return
