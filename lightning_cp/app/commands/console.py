@@ -9,6 +9,7 @@ COMMANDS = {
     "train": "train a small transformer on digits, or fine-tune a pretrained one",
     "sample": "sample from a checkpoint of train, or with a diffusers pipeline",
     "precompute": "encode pictures, clips and captions once, into a latent cache",
+    "plan": "plan the degrees: which layouts fit, how long a step takes, and what bounds it",
     "check": "check a plan: run a model alone and in every mode",
     "check-family": "check that a family feeds its transformer as the pipeline does",
     "doctor": "show this machine's devices and kernels, and test every mode",

@@ -1,0 +1,56 @@
+"""Plan the degrees of parallelism: which layouts of the ranks fit, how long a step takes, and what bounds it.
+
+    python recipes/plan.py model=flux_dev ranks=8 gpu=h100
+
+Runs our own engine on tensors without storage, in one process without a GPU. Writes plan.json and plan.png to the run
+directory. docs/planning.md explains the table, and `--help` lists the settings. Exit code 1 if nothing fits.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightning_cp.app import terminal
+from lightning_cp.app.planning.settings import request_of
+from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.terminal import print_error, printable, rich_text
+
+
+def run(config: DictConfig, folder: Path) -> int:
+    """Plan, print the result and write its files. Returns: the exit code."""
+    from lightning_cp.app.planning.report import draw, notes, table, write_json
+    from lightning_cp.planning.layouts import overrides_of
+    from lightning_cp.planning.search import plan
+
+    warnings.filterwarnings("ignore")  # from other packages
+    try:
+        found = plan(request_of(config))
+    except (ValueError, ImportError) as error:
+        print_error(" ".join(str(error).split()))
+        return 2
+    write_json(found, folder / "plan.json")
+    console = terminal.console(width=150)
+    if found.choices:
+        console.print(table(found, config.rows))
+    for line in notes(found):
+        console.print(rich_text(line))
+    if found.best is None:
+        print_error(found.reason)
+        return 1
+    draw(found, folder / "plan.png", config.rows)
+    console.print(rich_text(found.reason))
+    print(" ".join(overrides_of(found.best.layout, found.request.task, found.request.batch_size)))
+    print(printable(f"{folder / 'plan.json'}, plan.png"))
+    return 0
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir("plan"), config_name="plan")
+def main(config: DictConfig) -> None:
+    """Plan, and exit with the code of the result if it is not 0."""
+    code = run(config, Path(HydraConfig.get().runtime.output_dir))
+    if code:
+        sys.exit(code)

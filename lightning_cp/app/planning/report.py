@@ -1,0 +1,150 @@
+"""Show a plan: a table, plan.json and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lightning_cp.app.benchmark.plots import colours
+from lightning_cp.app.terminal import rich_text
+from lightning_cp.files import writing_new
+from lightning_cp.planning.devices import GB, as_figures
+from lightning_cp.planning.layouts import described, overrides_of
+from lightning_cp.planning.request import Choice, Plan
+from lightning_cp.planning.step import CATEGORIES
+
+_UNITS = {"train": "ms / sample", "sample": "ms / sample and step"}
+
+
+def table(plan: Plan, rows: int) -> Table:
+    """Return a table of the best layouts. Args: rows: number of layouts."""
+    request = plan.request
+    shown = Table(
+        title=rich_text(f"{request.model.name}, {request.task}, {request.ranks} × {request.device.name}"),
+        title_justify="left",
+    )
+    for column in (
+        "",
+        "layout",
+        "GB",
+        "ms / step",
+        _UNITS[request.task],
+        "bound",
+        "compute",
+        "host",
+        "links",
+        "GB sent",
+    ):
+        shown.add_column(column, justify="left" if column in ("", "layout", "bound") else "right")
+    for number, choice in enumerate(plan.choices[:rows]):
+        parts = choice.times.by_bound
+        links = sum(value for name, value in parts.items() if name not in ("compute", "host"))
+        shares = (f"{part / choice.times.seconds:.0%}" for part in (parts["compute"], parts.get("host", 0.0), links))
+        shown.add_row(
+            "→" if number == 0 else "=" if number < plan.equal else "",
+            described(choice.layout),
+            f"{choice.peak_bytes / GB + request.reserved_gb:.1f}",
+            f"{1e3 * choice.times.seconds:,.1f}",
+            f"{1e3 * choice.sample_s:,.1f}",
+            choice.times.bound,
+            *shares,
+            f"{sum(choice.sent.values()) / GB:.2f}",
+        )
+    return shown
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return the lines below the table: the rest, why layouts are excluded, and how far times can be believed."""
+    device, lines = plan.request.device, []
+    if plan.equal > 1:
+        lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
+    reasons = Counter(_kind(x.reason) for x in plan.excluded)
+    lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
+    if not device.is_calibrated:
+        lines.append(
+            f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
+            "them. To measure rates: python recipes/bench.py calibrate=true"
+        )
+    return lines
+
+
+def _kind(reason: str) -> str:
+    return "not enough memory" if reason.startswith("needs ") and " GB of " in reason else reason
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as values for JSON."""
+    request = plan.request
+    return {
+        "model": request.model.name,
+        "task": request.task,
+        "ranks": request.ranks,
+        "memory_gb": request.memory,
+        "reserved_gb": request.reserved_gb,
+        "tokens": request.model.tokens,
+        "lora_rank": None if request.lora is None else request.lora.rank,
+        "device": as_figures(request.device),
+        "calibrated": request.device.is_calibrated,
+        "reason": plan.reason,
+        "overrides": None if plan.best is None else overrides_of(plan.best.layout, request.task, request.batch_size),
+        "within_15_percent": plan.equal,
+        "choices": [_choice(x, plan) for x in plan.choices],
+        "excluded": [
+            {"layout": asdict(x.layout), "reason": x.reason, "needs_gb": x.needs_bytes / GB or None}
+            for x in plan.excluded
+        ],
+    }
+
+
+def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": asdict(choice.layout),
+        "overrides": overrides_of(choice.layout, plan.request.task, plan.request.batch_size),
+        "step_s": choice.times.seconds,
+        "sample_s": choice.sample_s,
+        "bound": choice.times.bound,
+        "seconds_by_bound": choice.times.by_bound,
+        "peak_bytes": choice.peak,
+        "flops": choice.flops,
+        "sent_bytes": choice.sent,
+    }
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    """Write plan.json."""
+    with writing_new(path):
+        path.write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+
+
+def draw(plan: Plan, path: Path, rows: int) -> None:
+    """Draw memory by category, and time by what bounds it, of the best layouts, as PNG."""
+    from matplotlib.figure import Figure
+
+    chosen = plan.choices[:rows]
+    figure = Figure(figsize=(13, 1.6 + 0.4 * len(chosen)), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
+    bounds = ("compute", "host", *dict.fromkeys(x for choice in chosen for x in choice.times.by_bound))
+    panels: tuple[tuple[tuple[str, ...], list[Any], float, str], ...] = (
+        (CATEGORIES, [x.peak for x in chosen], 1 / GB, "memory at the peak, GB a rank"),
+        (tuple(dict.fromkeys(bounds)), [x.times.by_bound for x in chosen], 1e3, "time of a step by its bound, ms"),
+    )
+    for axis, (names, values, factor, title) in zip(axes, panels, strict=True):
+        palette, left = colours(names), [0.0] * len(chosen)
+        for name in names:
+            widths = [factor * x.get(name, 0) for x in values]
+            axis.barh(range(len(chosen)), widths, left=left, color=palette[name], label=name)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=8, frameon=False)
+        axis.grid(alpha=0.3, axis="x")
+        axis.set_axisbelow(True)
+    axes[0].axvline(plan.request.available / GB, color="black", linewidth=0.8)
+    axes[0].set_yticks(range(len(chosen)), [described(x.layout) for x in chosen])
+    axes[0].invert_yaxis()
+    with writing_new(path):
+        figure.savefig(path, dpi=110)

@@ -1,0 +1,135 @@
+"""Read the settings of recipes/plan.py: the model, the device and the request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.files import read_json
+from lightning_cp.launch.rank import load_target
+
+if TYPE_CHECKING:
+    from lightning_cp.planning.devices import Device
+    from lightning_cp.planning.models import PlannedModel
+    from lightning_cp.planning.request import Request
+
+_PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
+
+
+def request_of(config: DictConfig) -> Request:
+    """Return what the settings ask for. Raises: ValueError: a setting is invalid, or contradicts another one."""
+    import torch
+
+    from lightning_cp.finetune.adapters.lora import LoraSettings
+    from lightning_cp.planning.request import Request
+
+    if OmegaConf.is_missing(config, "model"):
+        raise SettingsError("model=<name> must be set, see --help")
+    if not isinstance(config.rows, int) or config.rows < 1:
+        raise SettingsError(f"rows={config.rows} must be an integer of at least 1")
+    device = device_of(config.gpu)
+    precision = config.precision
+    if precision == "auto":
+        precision = "32-true" if device.kind == "cpu" else "bf16-true"
+    if precision not in _PRECISIONS:
+        raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
+    dtype, autocast = _PRECISIONS[precision]
+    plan = None if config.plan is None else _load(f"{config.plan}:plan")
+    return Request(
+        model_of(config),
+        config.ranks,
+        device,
+        task=config.task,
+        memory_gb=config.memory_gb,
+        reserved_gb=config.reserved_gb,
+        lora=None if config.lora.rank is None else LoraSettings(rank=config.lora.rank),
+        dtype=getattr(torch, dtype),
+        autocast=None if autocast is None else getattr(torch, autocast),
+        batch_size=config.batch_size,
+        plan=plan,
+        fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
+    )
+
+
+def model_of(config: DictConfig) -> PlannedModel:
+    """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
+    from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model
+
+    name, path = str(config.model), Path(str(config.model))
+    if name.endswith(".py"):
+        if not path.is_file():
+            raise SettingsError(f"model={name} does not exist: must be a Python file with model() and inputs()")
+        build, inputs = (_load(f"{name}:{key}") for key in ("model", "inputs"))
+        return PlannedModel(path.stem, build, inputs(), guided=config.guidance is True)
+    values: dict[str, Any] = {"class": name, "config": {}, "size": {}}
+    if name in config.models:
+        values = _plain(config.models[name])
+    elif path.is_dir():
+        values = {**values, **_read_folder(path)}
+    elif "/" in name:
+        raise SettingsError(
+            f"model={name} is no folder: nothing is downloaded; use a local folder, or the model's class"
+        )
+    size = {"height": 1024, "width": 1024, **values["size"]}
+    size |= {key: config[key] for key in ("height", "width", "frames", "text") if config[key] is not None}
+    for key, value in (*size.items(), ("batch_size", config.batch_size)):
+        if not isinstance(value, int) or value < (0 if key == "text" else 1):
+            raise SettingsError(f"{key}={value} must be an integer of at least {0 if key == 'text' else 1}")
+    if config.guidance not in (True, False, "auto"):
+        raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
+    guided = None if config.guidance == "auto" else config.guidance
+    model_config = {**values["config"], **_plain(config.config)}
+    media = MediaSize(**size, batch=config.batch_size)
+    return diffusers_model(values["class"], model_config, media, name=name, guided=guided)
+
+
+def _read_folder(path: Path) -> dict[str, Any]:
+    """Read the class and the configuration of a pipeline's transformer, or of a transformer."""
+    files = [path / "transformer" / "config.json", path / "config.json"]
+    file = next((x for x in files if x.is_file()), None)
+    if file is None:
+        raise SettingsError(f"model={path} has neither transformer/config.json nor config.json")
+    config = read_json(file)
+    if "_class_name" not in config:
+        raise SettingsError(f"{file} has no _class_name: it is no configuration of a diffusers model")
+    return {"class": config["_class_name"], "config": {k: v for k, v in config.items() if not k.startswith("_")}}
+
+
+def device_of(setting: Any) -> Device:
+    """Return the device of the setting `gpu`. Raises: ValueError: it is not known, or a figure is invalid."""
+    from lightning_cp.planning.devices import device_named
+
+    figures = _plain(setting) if OmegaConf.is_dict(setting) else {"name": setting}
+    name = str(figures.pop("name", "auto"))
+    if name.endswith((".yaml", ".yml")):
+        try:
+            stored = _plain(OmegaConf.load(name))
+        except (OSError, OmegaConfBaseException) as error:
+            raise SettingsError(f"gpu={name} cannot be read: {error}") from error
+        figures = {**stored, **{key: value for key, value in figures.items() if value is not None}}
+        return device_named(str(figures.pop("name", name)), {"source": "file", **figures})
+    return device_named(_this_device() if name == "auto" else name, figures)
+
+
+def _this_device() -> str:
+    """Return the name of this machine's device in the table, or the name that PyTorch gives it."""
+    import torch
+
+    from lightning_cp.planning.devices import DEVICES
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name().lower().replace(" ", "")
+    return next((key for key in DEVICES if key in name), name)
+
+
+def _load(location: str) -> Any:
+    return load_target(location)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,132 @@
+"""What to plan, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_cp.finetune.adapters.lora import LoraSettings
+from lightning_cp.planning.devices import GB, Device
+from lightning_cp.planning.layouts import Task, check_fixed
+from lightning_cp.planning.models import PlannedModel
+from lightning_cp.planning.step import Layout
+from lightning_cp.planning.timeline import Times
+from lightning_cp.rules import Integer, Number
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        model: the model, with the inputs of one rank's step.
+        ranks: number of ranks.
+        device: of each rank.
+        task: "train": the highest throughput. "sample": the shortest time of a sample.
+        memory_gb: memory of a rank, in 10^9 bytes; None: the device's.
+        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers, encoders, the VAE.
+        lora: adapters to train in place of the weights.
+        dtype: of the weights.
+        autocast: see `StepSettings`.
+        batch_size: samples in `model.inputs`.
+        plan: a plan for the model; None: the registered one.
+        fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
+    Raises: ValueError: an invalid value.
+    """
+
+    model: PlannedModel
+    ranks: int
+    device: Device
+    task: Task = "train"
+    memory_gb: float | None = None
+    reserved_gb: float = 2.0
+    lora: LoraSettings | None = None
+    dtype: torch.dtype = torch.bfloat16
+    autocast: torch.dtype | None = None
+    batch_size: int = 1
+    plan: object = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not Integer(1).passes(self.ranks):
+            raise ValueError(f"ranks={self.ranks!r} must be an integer of at least 1")
+        if self.task not in ("train", "sample"):
+            raise ValueError(f"task={self.task!r} must be train or sample")
+        if self.memory_gb is not None and not Number(above=0).passes(self.memory_gb):
+            raise ValueError(f"memory_gb={self.memory_gb!r} must be a number above 0")
+        if not Number(0).passes(self.reserved_gb):
+            raise ValueError(f"reserved_gb={self.reserved_gb!r} must be a number of at least 0")
+        if self.lora is not None and self.task == "sample":
+            raise ValueError("lora.rank is for task=train: for sampling, leave it out")
+        check_fixed(self.fixed, self.task)
+        if self.available <= 0:
+            raise ValueError(f"reserved_gb={self.reserved_gb} must be less than the memory of a rank, {self.memory} GB")
+
+    @property
+    def memory(self) -> float:
+        """Memory of a rank, in GB."""
+        return self.device.memory_gb if self.memory_gb is None else self.memory_gb
+
+    @property
+    def available(self) -> float:
+        """Bytes of a rank for the step."""
+        return (self.memory - self.reserved_gb) * GB
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits.
+
+    Attributes:
+        times: of a step of training, or of a forward.
+        sample_s: seconds per sample and step: of all ranks together (training), or of one sample (sampling).
+        peak: bytes at the peak of memory, by category.
+        sent: bytes that a rank sends, by communicator.
+    """
+
+    layout: Layout
+    times: Times
+    sample_s: float
+    peak: dict[str, int]
+    flops: int
+    sent: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak of memory."""
+        return sum(self.peak.values())
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A layout that is not used. Attributes: needs_bytes: memory, at least; 0: it was not excluded for its memory."""
+
+    layout: Layout
+    reason: str
+    needs_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of a search.
+
+    Attributes:
+        choices: layouts that fit. First those within 15 % of the fastest, the simplest one first; then the others.
+        equal: number of those first ones.
+        excluded: all other layouts.
+        reason: one line: why the first choice, or what is missing.
+    """
+
+    request: Request
+    choices: tuple[Choice, ...]
+    equal: int
+    excluded: tuple[Excluded, ...]
+    reason: str
+
+    @property
+    def best(self) -> Choice | None:
+        """The layout to use; None if nothing fits."""
+        return self.choices[0] if self.choices else None

@@ -1,0 +1,121 @@
+"""recipes/plan.py: its table, its files, settings for the other recipes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import warm
+
+_ROOT = Path(__file__).parents[3]
+_SMALL = ("model=wan_tiny", "gpu=cpu", "memory_gb=4", "hydra.run.dir=run")
+_OWN = """
+import torch
+from lightning_cp.plans import Plan, split
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * float(x.sum()) if READS else x
+
+READS = False
+model = Mine
+def inputs():
+    return {"x": torch.empty(1, 12, 16, device="meta")}
+plan = Plan(blocks={"blocks": {"x": split(1, "image")}}, gather={"blocks.1": split(1, "image")})
+"""
+
+
+def _plan(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(_ROOT / "recipes" / "plan.py"), *settings]
+    return warm.run(command, cwd=folder, timeout=150)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "plan.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_plan_has_a_table_a_choice_a_reason_and_files(tmp_path: Path) -> None:
+    done = _plan(tmp_path, *_SMALL, "ranks=2", "fixed.sharded=false")
+    assert done.returncode == 0, done.stderr
+    for printed in ("wan_tiny, train, 2 × CPU core", "→", "data 2", "times are not calibrated", "bound by the host"):
+        assert printed in done.stdout
+    found = _read(tmp_path)
+    assert found["overrides"][0] == "strategy=cp"
+    assert " ".join(found["overrides"]) in done.stdout
+    assert {x["layout"]["ring"] for x in found["choices"]} == {1, 2}
+    assert all(x["peak_bytes"]["optimizer"] > 0 and x["step_s"] > 0 for x in found["choices"])
+    assert found["tokens"] == 72
+    assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_folders_files_and_own_devices_are_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "pipe" / "transformer").mkdir(parents=True)
+    config = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 64, "text_dim": 16}
+    file = tmp_path / "pipe" / "transformer" / "config.json"
+    file.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
+    figures = "{name: mine, tflops: 1, memory_gb: 9, memory_gbs: 9, link_gbs: 1, network_gbs: 1}"
+    sizes = ("height=64", "width=64", "frames=5", "ranks=2", "hydra.run.dir=run")
+    done = _plan(tmp_path, "model=pipe", f"gpu={figures}", *sizes, "task=sample", "guidance=true")
+    assert done.returncode == 0, done.stderr
+    assert _read(tmp_path)["device"]["name"] == "mine"
+    assert "cfg=2" in _read(tmp_path)["overrides"]
+    (tmp_path / "mine.py").write_text(_OWN)
+    done = _plan(tmp_path, "model=mine.py", "plan=mine.py", "ranks=2", "gpu=h100", "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    assert _read(tmp_path)["model"] == "mine"
+    (tmp_path / "mine.py").write_text(_OWN.replace("READS = False", "READS = True"))
+    done = _plan(tmp_path, "model=mine.py", "plan=mine.py", "ranks=2", "gpu=h100", "hydra.run.dir=run")
+    assert done.returncode == 2
+    assert "reads values of a tensor" in done.stderr
+
+
+def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
+    done = _plan(tmp_path, *_SMALL, "ranks=1", "memory_gb=0.0001", "reserved_gb=0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: nothing fits: one rank")
+    assert "GB more than 0.0001 GB" in done.stderr
+    assert _read(tmp_path)["choices"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(["ranks=0"], "ranks=0 must be", marks=pytest.mark.full),
+        pytest.param(["memory_gb=0"], "memory_gb=0 must be", marks=pytest.mark.full),
+        (["gpu=mi300"], "gpu=mi300 is not in the table of devices"),
+        pytest.param(["gpu=none.yaml"], "gpu=none.yaml cannot be read", marks=pytest.mark.full),
+        pytest.param(["model=Nothing"], "diffusers has no class Nothing", marks=pytest.mark.full),
+        pytest.param(["model=some/folder"], "model=some/folder is no folder", marks=pytest.mark.full),
+        pytest.param(["fixed.patches=2"], "fixed.patches=2 is for task=sample", marks=pytest.mark.full),
+        pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
+        pytest.param(["fixed.ring=3"], "no layout of 8 ranks has these degrees", marks=pytest.mark.full),
+    ],
+)
+def test_invalid_settings_are_refused_in_one_line(settings: list[str], message: str, tmp_path: Path) -> None:
+    done = _plan(tmp_path, *_SMALL, *settings)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+    assert done.stdout == ""

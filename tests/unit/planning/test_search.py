@@ -1,0 +1,169 @@
+"""The choice: the class of 15 %, memory, what is shared, what is left out, and what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
+from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
+from lightning_cp.planning.recording import StepSettings
+from lightning_cp.planning.request import Choice, Plan, Request
+from lightning_cp.planning.search import _on_ranks, _traced_for, plan, ranked
+from lightning_cp.planning.step import Layout
+from lightning_cp.planning.timeline import Times
+
+WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
+H100 = device_named("h100")
+
+
+def _model(**config: Any) -> PlannedModel:
+    small = {**WAN, "ffn_dim": 64, "num_layers": 3, **config}
+    return diffusers_model("WanTransformer3DModel", small, MediaSize(64, 96, 9, text=7))
+
+
+def _choice(layout: Layout, sample_s: float) -> Choice:
+    return Choice(layout, Times(sample_s, {"compute": sample_s}), sample_s, {"weights": 1}, 1, {})
+
+
+@cache
+def _peak(layout: Layout, device: Device = H100) -> int:
+    model = _model()
+    return dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), layout, device=device.profile()).peak_bytes
+
+
+def test_of_choices_within_15_percent_the_simplest_is_first() -> None:
+    given = [
+        _choice(Layout(ring=2, ulysses=4), 1.0),
+        _choice(Layout(ring=8), 1.1),
+        _choice(Layout(data=2, ulysses=4), 1.14),
+        _choice(Layout(data=8), 1.16),
+    ]
+    choices, equal = ranked(given)
+    assert [x.sample_s for x in choices] == [1.14, 1.1, 1.0, 1.16]
+    assert equal == 3
+
+
+def test_steps_are_shared_between_data_ranks() -> None:
+    model = _model()
+    for layout in (Layout(data=4, ring=2), Layout(data=6)):
+        traced = _traced_for(layout, "train")
+        assert traced.ranks < layout.ranks
+        shared, full = (
+            dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), x, device=H100.profile())
+            for x in (traced, layout)
+        )
+        shared = _on_ranks(shared, layout)
+        assert shared.peak == full.peak
+        assert shared.sent_bytes() == pytest.approx(full.sent_bytes(), abs=8)
+        assert (shared.flops, shared.calls) == (full.flops, full.calls)
+
+
+def test_what_does_not_fit_is_excluded_with_its_memory() -> None:
+    needed = _peak(Layout(data=2)) / 1e9
+    request = Request(_model(), 2, H100, memory_gb=0.99 * needed, reserved_gb=0, fixed={"sharded": False})
+    found = plan(request)
+    reasons = {x.layout: x.reason for x in found.excluded}
+    assert reasons[Layout(data=2)].startswith("needs ")
+    assert found.best is not None
+    assert found.best.peak_bytes <= request.available
+    assert all(x.needs_bytes > request.available for x in found.excluded if x.needs_bytes)
+    alone = replace(request, fixed={"data": 2, "sharded": False})
+    assert [x.layout for x in plan(replace(alone, memory_gb=1.01 * needed)).choices] == [Layout(data=2)]
+
+
+def test_if_nothing_fits_the_missing_memory_and_a_change_are_named() -> None:
+    model = _model(ffn_dim=4096)
+    weights = 2 * sum(x.numel() for x in model.build().parameters())
+    request = Request(model, 1, H100, memory_gb=3 * weights / 1e9, reserved_gb=0)
+    found = plan(request)
+    assert found.best is None
+    assert found.reason.startswith("nothing fits: one rank needs ")
+    assert "lora.rank=16 would fit (one rank, full checkpointing)" in found.reason
+    none = plan(replace(request, memory_gb=weights / 1e12))
+    assert "use a smaller size, or devices with more memory" in none.reason
+
+
+@pytest.mark.full
+def test_more_ranks_are_named_if_they_fit() -> None:
+    model = _model(ffn_dim=4096, num_layers=12)
+    weights = 2 * sum(x.numel() for x in model.build().parameters())
+    request = Request(model, 2, H100, task="sample", memory_gb=0.6 * weights / 1e9, reserved_gb=0)
+    assert "ranks=4 would fit (ring 2 × ulysses 2, sharded)" in plan(request).reason
+
+
+def test_guidance_costs_a_second_forward_unless_ranks_divide_it() -> None:
+    found: Plan = plan(Request(_model(), 2, H100, task="sample", fixed={"sharded": False}))
+    by_layout = {x.layout: x for x in found.choices}
+    one, two = by_layout[Layout(data=2)], by_layout[Layout(cfg=2)]
+    assert one.times == two.times
+    assert one.sample_s == pytest.approx(2 * two.sample_s)
+    assert found.best == two
+
+
+@pytest.mark.full
+def test_smaller_degrees_leave_out_larger_ones_that_are_slower() -> None:
+    found = plan(Request(_model(), 8, H100))
+    slow = [x for x in found.excluded if "already slower" in x.reason]
+    assert {x.layout.ring * x.layout.ulysses for x in slow} >= {4, 8}
+    assert found.best is not None
+    assert found.best.layout == Layout(data=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 0}, "ranks=0 must be an integer of at least 1"),
+        ({"memory_gb": 0}, "memory_gb=0 must be a number above 0"),
+        ({"memory_gb": 1, "reserved_gb": 2}, "reserved_gb=2 must be less than the memory of a rank, 1 GB"),
+        ({"task": "fly"}, "task='fly' must be train or sample"),
+        ({"fixed": {"patches": 2}}, "fixed.patches=2 is for task=sample"),
+    ],
+)
+def test_invalid_requests_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request(**{"model": PlannedModel("m", torch.nn.Identity, {}), "ranks": 2, "device": H100, **changes})
+
+
+def test_unknown_models_and_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="diffusers has no class Nothing"):
+        diffusers_model("Nothing", {}, MediaSize(64, 64))
+    with pytest.raises(ValueError, match="the inputs of DiTTransformer2DModel are not known"):
+        diffusers_model("DiTTransformer2DModel", {}, MediaSize(64, 64))
+    with pytest.raises(ValueError, match="height=70 must be a multiple of 16"):
+        diffusers_model("WanTransformer3DModel", WAN, MediaSize(70, 64))
+    with pytest.raises(ValueError, match="frames=8 must be 1 plus a multiple of 4"):
+        diffusers_model("WanTransformer3DModel", WAN, MediaSize(64, 64, 8))
+    with pytest.raises(ValueError, match="frames=5 must be 1: this model makes pictures"):
+        diffusers_model("FluxTransformer2DModel", {}, MediaSize(64, 64, 5))
+
+
+def test_devices_are_named_changed_and_given() -> None:
+    assert device_named("h100", {"tflops": 500, "call_us": None}).tflops == 500
+    assert not device_named("h100").is_calibrated
+    for device in DEVICES.values():
+        assert Device(**as_figures(device)) == device
+    figures = {"tflops": 1, "memory_gb": 2, "memory_gbs": 3, "link_gbs": 4, "network_gbs": 5}
+    assert device_named("mine", figures).memory_gb == 2
+    with pytest.raises(ValueError, match=r"gpu=mine is not in the table .* has no network_gbs.*calibrate=true"):
+        device_named("mine", {**figures, "network_gbs": None})
+    with pytest.raises(ValueError, match=r"gpu\.tflop is no figure of a device"):
+        device_named("h100", {"tflop": 1})
+    with pytest.raises(ValueError, match=r"gpu\.tflops=0 must be a number more than 0"):
+        device_named("h100", {"tflops": 0})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel",
+                                  "SD3Transformer2DModel", "HunyuanVideoTransformer3DModel"])  # fmt: skip
+def test_inputs_of_every_class_can_be_traced(kind: str) -> None:
+    frames = 5 if "3D" in kind else 1
+    model = diffusers_model(kind, {"num_layers": 2}, MediaSize(128, 128, frames, text=20))
+    step = dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), Layout(ring=2), StepSettings("sample"))
+    assert step.flops > 0
+    assert model.tokens == 64 * ((frames - 1) // 4 + 1)
