@@ -75,7 +75,8 @@ class ContextParallelMixin:
             it). None: the degrees above.
         example: for `degrees="auto"`: a module with the transformer to plan, and with the arguments of its forward on
             one rank, whole, as a tuple or dict in the attribute `example_input_array`; tensors may be on the meta
-            device. None: the Trainer's LightningModule; Fabric needs it.
+            device. None: the Trainer's LightningModule; Fabric needs it. Lightning's ModelSummary runs the forward of a
+            LightningModule with these arguments, which fails on the meta device: pass `example`, or turn it off.
         kwargs: settings of the Lightning strategy.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
