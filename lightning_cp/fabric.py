@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl, keeping_optimizers_without_state
 from lightning_cp.engine.meta import weights_on_meta
+from lightning_cp.strategies.auto_degrees import Example
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
@@ -31,6 +32,13 @@ class _FabricMixin(ContextParallelMixin):
 
     _process_launcher = MultiProcessingLauncher
     _script_launcher = ScriptLauncher
+
+    @staticmethod
+    @override
+    def _planner(example: Example) -> Any:
+        from lightning_cp.planning.example import plan_example  # it imports peft
+
+        return plan_example(example)
 
     @override
     def _share_random_state(self) -> None:

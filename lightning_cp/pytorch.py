@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
 from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, optimizers_to_device
 from lightning_cp.engine.meta import weights_on_meta
+from lightning_cp.strategies.auto_degrees import Example
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
@@ -43,6 +44,13 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
 
     _process_launcher = MultiProcessingLauncher
     _script_launcher = ScriptLauncher
+
+    @staticmethod
+    @override
+    def _planner(example: Example) -> Any:
+        from lightning_cp.planning.example import plan_example  # it imports peft
+
+        return plan_example(example)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""

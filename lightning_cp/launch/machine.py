@@ -41,7 +41,14 @@ def free_memory_bytes(accelerator: str) -> int | None:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         except (OSError, StopIteration, ValueError):
             return None
-    return _ask_torch("torch.cuda.mem_get_info(0)[0]")
+    return _ask_for_number("torch.cuda.mem_get_info(0)[0]")
+
+
+def describe_gpu() -> tuple[str, int] | None:
+    """Return the name of the first GPU and its bytes of memory; None if they cannot be read."""
+    answer = _ask_torch("torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)")
+    memory, _, name = (answer or "").partition(" ")
+    return (name, int(memory)) if name else None
 
 
 def count_gpus() -> int:
@@ -50,14 +57,19 @@ def count_gpus() -> int:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
-    return _ask_torch("torch.cuda.device_count() if torch.cuda.is_available() else 0") or 0
+    return _ask_for_number("torch.cuda.device_count() if torch.cuda.is_available() else 0") or 0
 
 
-def _ask_torch(number: str) -> int | None:
-    """Evaluate an expression in a process that imports torch; None if it fails."""
-    command = [sys.executable, "-c", f"import torch; print({number})"]
+def _ask_for_number(expression: str) -> int | None:
+    answer = _ask_torch(expression)
+    return None if answer is None else int(answer)
+
+
+def _ask_torch(expressions: str) -> str | None:
+    """Print expressions in a process that imports torch, which would keep GPU memory; None if it fails."""
+    command = [sys.executable, "-c", f"import torch; print({expressions})"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return int(answer.stdout) if answer.returncode == 0 else None
+    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def free_port() -> int:

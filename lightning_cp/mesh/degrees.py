@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning_cp.rules import Integer
 
+AUTO = "auto"  # let the planner choose ring and Ulysses degrees
+
 
 def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
     """Return (ring, ulysses) of a smaller context group. Its ranks are neighbours in a group of ring x ulysses.
@@ -25,14 +27,21 @@ def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
 
 
 def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None, shares: object = None) -> None:
-    """Check the setting `degrees`: largest number of tokens -> context degree.
+    """Check the setting `degrees`: largest number of tokens -> context degree, or "auto".
 
     Raises: TypeError, ValueError: the message names the setting, its value and what is valid.
     """
     if degrees is None:
         return
+    if degrees == AUTO:
+        if (ring, ulysses) != (1, 1):
+            raise ValueError(f"degrees='auto' chooses ring={ring} and ulysses={ulysses}: leave them out")
+        _check_alone("'auto'", mesh=mesh, shares=shares)
+        return
     if not isinstance(degrees, Mapping):
-        raise TypeError(f"degrees={degrees!r} must be a dict from numbers of tokens to degrees, such as {{4096: 1}}")
+        raise TypeError(
+            f"degrees={degrees!r} must be a dict from numbers of tokens to degrees, such as {{4096: 1}}, or 'auto'"
+        )
     for tokens, degree in degrees.items():
         for value in (tokens, degree):
             if not Integer(1).passes(value):
@@ -41,6 +50,10 @@ def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None,
     by_tokens = [degrees[tokens] for tokens in sorted(degrees)]
     if by_tokens != sorted(by_tokens):
         raise ValueError(f"degrees={dict(degrees)!r}: longer samples must have the same or a larger degree")
-    for name, value in (("mesh", mesh), ("shares", shares)):
+    _check_alone(dict(degrees), mesh=mesh, shares=shares)
+
+
+def _check_alone(degrees: object, **others: object) -> None:
+    for name, value in others.items():
         if value is not None:
-            raise ValueError(f"degrees={dict(degrees)!r} does not work with {name}: leave one of them out")
+            raise ValueError(f"degrees={degrees} does not work with {name}: leave one of them out")

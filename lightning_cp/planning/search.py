@@ -38,7 +38,7 @@ def plan(request: Request) -> Plan:
         first = search.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
     choices, equal = ranked(search.choices)
-    reason = _why(choices, equal, request) if choices else _what_is_missing(search)
+    reason = why(choices, equal, request) if choices else _what_is_missing(search)
     return Plan(request, choices, equal, tuple(search.excluded), reason)
 
 
@@ -199,7 +199,8 @@ def _on_ranks(step: Step, layout: Layout) -> Step:
     return replace(step, layout=layout, parts=tuple(map(scaled, step.parts)))
 
 
-def _why(choices: Sequence[Choice], equal: int, request: Request) -> str:
+def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
+    """Return why the first of ranked choices is used, in one line."""
     best = choices[0]
     names = {"compute": "compute", "host": "the host, which launches"}
     bound = names.get(best.times.bound, f"the links of {best.times.bound}")

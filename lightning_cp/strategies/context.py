@@ -23,6 +23,7 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.launch.stall import watch_stalls
+from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
@@ -69,6 +70,8 @@ class ContextParallel:
 
     def check_world(self, world: int) -> None:
         """Check the world size. Raises: ValueError: it is not data_parallel x ring x ulysses."""
+        if self.settings.degrees == AUTO:
+            return  # nothing is chosen yet
         if world % self.size or world < self.size:
             raise ValueError(
                 f"ring={self.ring} x ulysses={self.ulysses} = {self.size} must divide the world size {world}: start a "
@@ -86,6 +89,7 @@ class ContextParallel:
         """Build the process groups. Ranks: the whole world."""
         self.groups = groups_for(self.config, self.settings.shares)
         compare_shares(self.groups)
+        assert not isinstance(self.settings.degrees, str), '"auto" is replaced before'
         self.degrees = DegreeGroups.build(self.config, self.groups, self.settings.degrees)
         return self.groups
 
@@ -111,7 +115,7 @@ class ContextParallel:
 
     def wrap(self, module: nn.Module) -> list[Installed]:
         """Make every selected transformer in `module` context-parallel. Returns: all, also those wrapped before."""
-        selected = self._selected(module)
+        selected = self.selected(module)
         if selected:
             self.initialized_groups()
         settings = {name: getattr(self.settings, name) for name in ("kernel", "check_peers", "shares")}
@@ -130,7 +134,11 @@ class ContextParallel:
         for session in list(self.sessions):  # a check is finished before its session gets another one
             session.peers.finish(within_s=within_s)
 
-    def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
+    def selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
+        """Return the transformers of `module` to make context-parallel, with their plans; None: installed before.
+
+        Raises: PlanError: a key of `plans` or `modules` matches nothing, or a transformer has no plan.
+        """
         inside = list(module.named_modules())
         for setting, keys in (("plans", self.settings.plans or {}), ("modules", self.settings.modules or ())):
             self.matched |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
@@ -172,7 +180,7 @@ class ContextParallel:
             return True
         return any(
             parameter.requires_grad and any(fnmatch(name, pattern.replace(".-1.", ".*.")) for pattern in plan.unused)
-            for inner, plan in self._selected(module)
+            for inner, plan in self.selected(module)
             if isinstance(plan, Plan)
             for name, parameter in inner.named_parameters()
         )

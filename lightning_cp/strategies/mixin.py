@@ -26,7 +26,9 @@ from lightning_cp.data.random_state import RandomStates, separate_random_states,
 from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import stop_watch
+from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import prove_membership
+from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
 from lightning_cp.strategies.context import ContextParallel
 from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
 from lightning_cp.strategies.ranks.launchers import check_start_method, choose_start_method
@@ -64,11 +66,17 @@ class ContextParallelMixin:
             the same. FSDP shards weights evenly. None: equal.
         degrees: context degrees of steps with short samples, see `use_degree`: {4096: 1, 32768: 4} computes samples of
             up to 4,096 tokens on one rank each, and those of up to 32,768 on four; longer ones on ring x ulysses ranks.
+            "auto": the planner chooses ring and ulysses. Rank 0 dry-runs them for the arguments in
+            `example_input_array` of the LightningModule or of `example`, and sends its choice to all ranks.
         timeout: timeout of collectives.
         start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
             DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
         whole_world: "ring" or "ulysses": this axis takes all ranks (the registered names "cp_ring" and "cp_ulysses" set
             it). None: the degrees above.
+        example: for `degrees="auto"`: a module with the transformer to plan, and with the arguments of its forward on
+            one rank, whole, as a tuple or dict in the attribute `example_input_array`; tensors may be on the meta
+            device. None: the Trainer's LightningModule; Fabric needs it. Lightning's ModelSummary runs the forward of a
+            LightningModule with these arguments, which fails on the meta device: pass `example`, or turn it off.
         kwargs: settings of the Lightning strategy.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
@@ -94,10 +102,11 @@ class ContextParallelMixin:
         check_peers: str = "sampled",
         stall_s: float | None = 60.0,
         shares: Sequence[float] | None = None,
-        degrees: Mapping[int, int] | None = None,
+        degrees: Mapping[int, int] | str | None = None,
         timeout: timedelta = timedelta(minutes=5),
         start_method: str | None = None,
         whole_world: str | None = None,
+        example: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         # Before other names are bound: a setting of StrategySettings is only added to the signature.
@@ -109,7 +118,10 @@ class ContextParallelMixin:
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
         if whole_world not in (None, "ring", "ulysses"):
             raise ValueError(f"whole_world={whole_world!r} must be None, 'ring' or 'ulysses'")
+        if whole_world is not None and degrees == AUTO:
+            raise ValueError(f"degrees='auto' does not work with whole_world={whole_world!r}: leave one of them out")
         self._whole_world, self._chosen_start_method = whole_world, start_method
+        self._example = example
         self._settings = StrategySettings.pick(settings)
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
@@ -249,13 +261,39 @@ class ContextParallelMixin:
     def setup_environment(self) -> None:
         """Initialise the process group and build the mesh."""
         self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
+        proposal = self._propose_degrees()
         super().setup_environment()  # type: ignore[misc]
+        self._use_proposal(proposal)
         self.context.check_world(self._lightning.world_size)
         if dist.is_initialized():
             prove_membership()
         compare_jobs()
         gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
+
+    def _propose_degrees(self) -> Proposal | None:
+        """Choose the degrees on rank 0, with `degrees="auto"`, if there are several ranks. Call it before they meet."""
+        environment = self._lightning.cluster_environment
+        rank = environment.node_rank() * self._lightning.num_processes + environment.local_rank()
+        if self.context.settings.degrees != AUTO or self._planned_world == 1 or rank:
+            return None
+        module = self._example if self._example is not None else getattr(self, "lightning_module", None)
+        settings = {"strategy": self._lightning, "ranks": self._planned_world, "sharded": self._evaluates_together}
+        return Proposal.of(self._planner, partial(example_of, module, self.context, **settings))
+
+    def _use_proposal(self, proposal: Proposal | None) -> None:
+        """Use rank 0's proposal, with `degrees="auto"`. Ranks: the whole world. Raises: ValueError: it has none."""
+        if self.context.settings.degrees != AUTO:
+            return
+        chosen = self._lightning.broadcast(proposal) or Proposal()
+        self.context = ContextParallel(replace(self._settings, **chosen.degrees()))
+        if chosen.reason:
+            rank_zero_only(_log.info)(chosen.reason)
+
+    @staticmethod
+    def _planner(example: Example) -> Any:
+        """Choose degrees. Raises: ValueError: none are possible."""
+        raise NotImplementedError
 
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward. Raises: ValueError: weights were loaded, or began to train, on some ranks only."""

@@ -45,7 +45,7 @@ class StrategySettings:
     check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
     stall_s: float | None = _field(60.0, STALL_S)
     shares: Sequence[float] | None = None
-    degrees: Mapping[int, int] | None = None
+    degrees: Mapping[int, int] | str | None = None
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
+from lightning_cp.app.runs.auto_degrees import with_degrees
 from lightning_cp.app.runs.certificate import certify
 from lightning_cp.app.runs.resume import AUTO, identity_of, requeued_checkpoint, resumed_checkpoint
 from lightning_cp.app.runs.run_folder import check_writable, locked
@@ -54,12 +55,15 @@ def conf_dir(part: str = "") -> str:
 class CheckedRun:
     """A valid, resolved configuration and the world it runs on.
 
-    Attributes: resumes_requeued: True if SLURM restarted this job, and the run resumes from its checkpoint.
+    Attributes:
+        resumes_requeued: True if SLURM restarted this job, and the run resumes from its checkpoint.
+        degrees: why degrees were chosen, with `ring=auto` or `ulysses=auto`; None without.
     """
 
     config: DictConfig
     world: World
     resumes_requeued: bool = False
+    degrees: str | None = None
 
 
 def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
@@ -70,6 +74,7 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     if is_finetuning(config):
         check_groups(config)
     check_values(config)
+    config, degrees = with_degrees(config, machine, env)
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
     check_certify(config, accelerator=world.accelerator)
@@ -78,7 +83,7 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": resume}))
     resolved = resolve_config(with_world)
     check_trainer(resolved)
-    return CheckedRun(resolved, world, resumes_requeued=requeued is not None)
+    return CheckedRun(resolved, world, resumes_requeued=requeued is not None, degrees=degrees)
 
 
 Check = Callable[[DictConfig, Machine, LauncherEnv | None], CheckedRun]
@@ -142,6 +147,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             remove_partials(Path(run.config.output_root))
             if HydraConfig.initialized() and run_dir.resolve() != Path(HydraConfig.get().runtime.output_dir).resolve():
                 save_settings(run_dir, config, HydraConfig.instance().cfg)  # run_dir=… was given, not hydra.run.dir
+            if run.degrees is not None:
+                print(printable(run.degrees), flush=True)
             if run.resumes_requeued:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
             elif config.get("resume") == AUTO and run.config.resume is None:

@@ -39,8 +39,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("ring", Integer(1)),
-    Setting("ulysses", Integer(1)),
+    Setting("ring", Either(_AUTO, Integer(1))),
+    Setting("ulysses", Either(_AUTO, Integer(1))),
     Setting("data_parallel", Either(_AUTO, Integer(1))),
     Setting("rotate_method", OneOf(ROTATE_METHODS)),
     Setting("kernel", OneOf(KERNEL_NAMES)),

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.shares import check_shares
 
 
@@ -49,8 +50,10 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
     Raises: SettingsError: the settings contradict each other, the machine, or the launcher.
     """
     check_single(config, env)
-    accelerator = _accelerator(read(config, "accelerator"), machine)
+    accelerator = accelerator_of(config, machine)
     ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
+    if AUTO in (ring, ulysses):
+        raise SettingsError("ring=auto and ulysses=auto are for recipes/train.py: set the degrees")
     try:
         check_shares(read(config, "shares"), ring=ring, ulysses=ulysses)
     except (TypeError, ValueError) as error:
@@ -122,7 +125,9 @@ def _data_parallel(config: DictConfig, group: int, available: int | None, source
     return int(value)
 
 
-def _accelerator(value: str, machine: Machine) -> str:
+def accelerator_of(config: DictConfig, machine: Machine) -> str:
+    """Return "cuda" or "cpu". Raises: SettingsError: the setting needs a GPU, and there is none."""
+    value = read(config, "accelerator")
     if value == "cpu":
         return "cpu"
     if machine.gpus:

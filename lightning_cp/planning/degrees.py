@@ -1,0 +1,86 @@
+"""Choose the ring and Ulysses degrees of a training run; strategy and activation checkpointing are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_cp.planning.devices import DEVICES, GB, Device
+from lightning_cp.planning.layouts import described, layouts
+from lightning_cp.planning.request import Excluded, Plan, Request
+from lightning_cp.planning.search import plan, ranked, why
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The chosen degrees. Attributes: reason: one line for the log, which begins with the degrees."""
+
+    ring: int
+    ulysses: int
+    reason: str
+
+
+def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixed: dict[str, object]) -> Degrees:
+    """Search the degrees that the settings allow.
+
+    Args:
+        request_of: returns the request for a number of data ranks; None: the batch cannot be divided over them.
+        fixed: fields of `Layout` that are not changed, with their values.
+    Raises: ValueError: no degrees are possible, nothing fits in memory, the model has no plan, or its forward cannot be
+        traced.
+    """
+    plans, problems = [], []
+    for data in sorted({x.data for x in layouts(ranks, "train", fixed)}, reverse=True):
+        request = request_of(data)
+        if request is None:
+            problems.append(f"the batch cannot be divided over {data} data ranks")
+            continue
+        try:
+            plans.append(plan(replace(request, fixed={**fixed, "data": data})))
+        except ValueError as error:
+            if "cannot be traced" in str(error) or "no plan is registered" in str(error):
+                raise
+            problems.append(str(error))
+    requests = {choice.layout: x.request for x in plans for choice in x.choices}
+    if requests:
+        choices, equal = ranked(choice for x in plans for choice in x.choices)
+        best = choices[0].layout
+        reason = why(choices, equal, requests[best]).partition(": ")[2]
+        return Degrees(best.ring, best.ulysses, f"ring={best.ring} ulysses={best.ulysses}: {ranks} ranks; {reason}")
+    if not plans:
+        given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
+        raise ValueError(f"no degrees are possible on {ranks} ranks{given}: {'; '.join(dict.fromkeys(problems))}")
+    raise ValueError(_nothing_fits(min(plans, key=lambda x: _closest(x).needs_bytes)))
+
+
+def _closest(result: Plan) -> Excluded:
+    return min((x for x in result.excluded if x.needs_bytes), key=lambda x: x.needs_bytes)
+
+
+def _nothing_fits(result: Plan) -> str:
+    """Return the missing memory, and the cheapest change: sharded weights or checkpointing, else that of `plan`."""
+    data = _closest(result).layout.data
+    others = plan(replace(result.request, fixed={"data": data}))
+    if others.best is None:
+        return result.reason
+    return f"{result.reason.partition('; ')[0]}; {described(others.best.layout)} would fit"
+
+
+def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:
+    """Return a device of the table by the name that CUDA reports.
+
+    Args: gpu: name, and bytes of memory; None: the CPU. node_ranks: ranks of a node.
+    Raises: ValueError: the GPU is not in the table.
+    """
+    if gpu is None:
+        return replace(DEVICES["cpu"], node_ranks=node_ranks)
+    name, memory = gpu
+    short = name.lower().replace(" ", "")
+    found = [device for key, device in DEVICES.items() if device.kind == "cuda" and key in short]
+    if not found:
+        known = ", ".join(device.name for device in DEVICES.values())
+        raise ValueError(
+            f"the figures of {name} are not known, only those of {known}: set the degrees by hand; recipes/plan.py "
+            "proposes them with figures that you give"
+        )
+    return replace(found[0], memory_gb=memory / GB, node_ranks=node_ranks)

@@ -1,0 +1,116 @@
+"""Let a strategy choose its degrees (`degrees="auto"`): rank 0 plans before there is a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_cp.strategies.context import ContextParallel
+
+_GIVE = "give the degrees by hand (ring=..., ulysses=...)"
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A transformer with the arguments of one forward of a rank, and the ranks that train it.
+
+    Attributes:
+        arguments: of its forward, whole, as a tuple or a dict; tensors may be on the meta device.
+        plan: its plan.
+        data: number of data ranks; None: any.
+        gpu: name and bytes of memory of the GPU of a rank; None: the CPU.
+        dtype: of the weights; None: as they are.
+        autocast: dtype of `torch.autocast`; None: none.
+    """
+
+    transformer: nn.Module
+    arguments: Any
+    plan: object
+    ranks: int
+    node_ranks: int
+    data: int | None
+    sharded: bool
+    gpu: tuple[str, int] | None
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+
+
+class Chosen(Protocol):
+    """Degrees, and the reason in one line."""
+
+    @property
+    def ring(self) -> int: ...
+    @property
+    def ulysses(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What rank 0 sends. Attributes: error: text if it found no degrees, else ""."""
+
+    ring: int = 1
+    ulysses: int = 1
+    reason: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, planner: Callable[[Example], Chosen], example: Callable[[], Example]) -> Proposal:
+        """Plan on this rank. An error is kept, for all ranks to raise it."""
+        try:
+            chosen = planner(example())
+        except Exception as error:  # other ranks wait for the proposal
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return cls(error=f"degrees='auto' found no degrees: {kind}{error}")
+        return cls(chosen.ring, chosen.ulysses, chosen.reason)
+
+    def degrees(self) -> dict[str, Any]:
+        """Return the settings to replace. Raises: ValueError: rank 0 found no degrees."""
+        if self.error:
+            raise ValueError(self.error)
+        return {"ring": self.ring, "ulysses": self.ulysses, "degrees": None}
+
+
+def example_of(
+    module: nn.Module | None, context: ContextParallel, *, strategy: Any, ranks: int, sharded: bool
+) -> Example:
+    """Return the first transformer of a module, with the arguments in `module.example_input_array`.
+
+    Raises: ValueError: the module, its transformer or the arguments are missing.
+    """
+    if module is None:
+        raise ValueError(
+            "pass example=module to the strategy: the transformer, or a module that has it, with the arguments of the "
+            f"transformer's forward in module.example_input_array. Or {_GIVE}"
+        )
+    arguments = getattr(module, "example_input_array", None)
+    if arguments is None:
+        raise ValueError(
+            f"{type(module).__name__}.example_input_array is not set: set it to the arguments of the transformer's "
+            f"forward on one rank, whole, as a tuple or a dict (tensors may be on the meta device), or {_GIVE}"
+        )
+    selected = context.selected(module)
+    if not selected:
+        raise ValueError(f"{type(module).__name__} has no transformer with a plan yet: build it before, or {_GIVE}")
+    device, plugin = strategy.root_device, getattr(strategy, "precision_plugin", None) or strategy.precision
+    is_gpu = device.type == "cuda"
+    transformer, plan = selected[0]
+    return Example(
+        transformer,
+        arguments,
+        plan,
+        ranks,
+        strategy.num_processes,
+        None if context.settings.data_parallel == "auto" else int(context.settings.data_parallel),
+        sharded,
+        (torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory) if is_gpu else None,
+        _DTYPES.get(str(plugin.precision)),
+        _AUTOCAST.get(str(plugin.precision)),
+    )

@@ -1,0 +1,152 @@
+"""`degrees="auto"`: rank 0 plans, all ranks use its choice, or raise its error."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_cp import fabric, pytorch
+from lightning_cp.planning import example
+from lightning_cp.planning.degrees import device_of
+from tests.dist.lightning_ranks import fabric_of, trainer_of
+from tests.dist.module import Clips, TrainsWan
+from tests.harness import RankPool
+from tests.models.wan import wan
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+INPUTS = {
+    "hidden_states": torch.empty(2, 4, 3, 6, 10, device="meta"),
+    "timestep": torch.empty(2, dtype=torch.int64, device="meta"),
+    "encoder_hidden_states": torch.empty(2, 7, 16, device="meta"),
+}
+
+
+def _with_example(module: nn.Module, inputs: Any = INPUTS) -> Any:
+    module.example_input_array = inputs  # type: ignore[assignment]
+    return module
+
+
+def _fabric_losses(rank: int, world: int, strategy: Any) -> list[float]:
+    fabric = fabric_of(rank, world, strategy)
+    model = wan().build().float()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for batch in DataLoader(Clips(4), batch_size=2):
+        loss = wrapped(batch["clip"], 100 + batch["index"], batch["text"], return_dict=False)[0].square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+class _Reports(TrainsWan):
+    @override
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses = [*getattr(self, "losses", []), float(outputs["loss"])]
+
+
+def _trainer_losses(rank: int, world: int, strategy: Any) -> list[float]:
+    seed_everything(1, verbose=False)
+    module = _with_example(_Reports(), tuple(INPUTS.values()))
+    trainer_of(rank, world, strategy, max_steps=2).fit(module, DataLoader(Clips(4), batch_size=2))
+    losses: list[float] = module.losses
+    return losses
+
+
+def _both(rank: int, world: int, flavour: str, kind: str) -> tuple[tuple[int, int], list[float], list[float]]:
+    make = getattr(fabric if flavour == "fabric" else pytorch, kind)
+    train = _fabric_losses if flavour == "fabric" else _trainer_losses
+    settings = {"example": _with_example(wan().build().float())} if flavour == "fabric" else {}
+    auto = make(degrees="auto", data_parallel=1, **settings)
+    planned = train(rank, world, auto)
+    degrees = auto.context.ring, auto.context.ulysses
+    return degrees, planned, train(rank, world, make(ring=degrees[0], ulysses=degrees[1]))
+
+
+@pytest.mark.parametrize(
+    ("flavour", "kind"),
+    [
+        ("fabric", "ContextParallelStrategy"),
+        pytest.param("pytorch", "ContextParallelStrategy", marks=pytest.mark.full),
+        pytest.param("fabric", "ContextParallelFSDPStrategy", marks=pytest.mark.full),
+        pytest.param("pytorch", "ContextParallelFSDPStrategy", marks=pytest.mark.full),
+    ],
+)
+def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool, flavour: str, kind: str) -> None:
+    results = run_ranks(2, _both, flavour, kind, init=False)
+    for degrees, planned, by_hand in results:
+        assert degrees == results[0][0]
+        assert degrees[0] * degrees[1] == 2
+        assert planned == by_hand
+        assert len(planned) == 2
+
+
+def _reads_values() -> nn.Module:
+    import diffusers
+
+    class ReadsValues(diffusers.WanTransformer3DModel):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
+            if timestep.max() > 0:
+                return super().forward(hidden_states, timestep, encoder_hidden_states)
+            return None
+
+    return ReadsValues(**wan().config)
+
+
+def _error(rank: int, world: int, case: str) -> str:
+    settings: dict[str, Any] = {
+        "no module": lambda: {},
+        "no arguments": lambda: {"example": wan().build()},
+        "no transformer": lambda: {"example": _with_example(nn.Linear(2, 2), ())},
+        "other arguments": lambda: {"example": _with_example(wan().build(), {"latents": 1})},
+        "reads values": lambda: {"example": _with_example(_reads_values())},
+        "no memory": lambda: {"example": _with_example(wan().build().float())},
+    }[case]()
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "no memory":
+            small = device_of(("NVIDIA H100 80GB HBM3", int(2.0001e9)), 2)
+            patch.setattr(example, "device_of", lambda *_: small)
+        with pytest.raises(ValueError, match="found no degrees") as caught:
+            fabric_of(rank, world, fabric.ContextParallelStrategy(degrees="auto", **settings))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no module", "pass example=module to the strategy"),
+        pytest.param("no arguments", "WanTransformer3DModel.example_input_array is not set", marks=pytest.mark.full),
+        pytest.param("no transformer", "Linear has no transformer with a plan", marks=pytest.mark.full),
+        pytest.param(
+            "other arguments",
+            "example_input_array must hold the arguments of WanTransformer3DModel.forward",
+            marks=pytest.mark.full,
+        ),
+        ("reads values", "this forward cannot be traced: it reads values"),
+        pytest.param("no memory", r"nothing fits: .* needs .* GB more than 2 GB; .*", marks=pytest.mark.full),
+    ],
+)
+def test_errors_are_raised_on_every_rank_with_what_to_give(run_ranks: RankPool, case: str, message: str) -> None:
+    first, second = run_ranks(2, _error, case, init=False)
+    assert first == second
+    assert re.search(message, first), first
+
+
+def _in_a_group(rank: int, world: int) -> str:
+    strategy = fabric.ContextParallelStrategy(degrees="auto", example=_with_example(wan(5).build().float()))
+    with pytest.raises(ValueError, match="already has a process group") as caught:
+        fabric_of(rank, world, strategy)
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_a_process_that_is_connected_already_cannot_plan(run_ranks: RankPool) -> None:
+    assert len(set(run_ranks(2, _in_a_group))) == 1
