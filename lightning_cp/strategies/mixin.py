@@ -273,9 +273,10 @@ class ContextParallelMixin:
 
     def _propose_degrees(self) -> Proposal | None:
         """Choose the degrees on rank 0, with `degrees="auto"`, if there are several ranks. Call it before they meet."""
+        if self.context.settings.degrees != AUTO or self._planned_world == 1:
+            return None
         environment = self._lightning.cluster_environment
-        rank = environment.node_rank() * self._lightning.num_processes + environment.local_rank()
-        if self.context.settings.degrees != AUTO or self._planned_world == 1 or rank:
+        if environment.node_rank() * self._lightning.num_processes + environment.local_rank():
             return None
         module = self._example if self._example is not None else getattr(self, "lightning_module", None)
         settings = {"strategy": self._lightning, "ranks": self._planned_world, "sharded": self._evaluates_together}

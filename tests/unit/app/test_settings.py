@@ -33,7 +33,7 @@ def check(*overrides: str, machine: Machine = TWO_CORES, place: LauncherEnv | No
 
 # what is given, and what the message must say: the setting with its value, and what would be valid
 REFUSED = [
-    ("strategy=cp ring=0", "ring=0 is not valid: must be a whole number, at least 1"),
+    ("strategy=cp ring=0", "ring=0 is not valid: must be auto or a whole number, at least 1"),
     ("strategy=cp ring=-2", "ring=-2 "),
     ("strategy=cp ring=1.5", "ring=1.5 "),
     ("strategy=cp ring=2.0", "ring=2.0 "),
