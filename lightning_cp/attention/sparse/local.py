@@ -19,6 +19,7 @@ from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
 _log = logging.getLogger("lightning_cp")
 _LOGGED = 8  # messages in a process
+_logged: set[str] = set()
 
 
 class LocalMask:
@@ -54,7 +55,7 @@ class LocalMask:
         self._device = device
         self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)
         self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
-        if rank == heads.start == 0 and len(keys) > 1:
+        if rank == heads.start == 0 and len(keys) > 1 and len(_logged) < _LOGGED:
             _log_once(self, mask, queries, keys)
         self._kept: dict[Hashable, Tiles] = {}
 
@@ -75,9 +76,6 @@ class LocalMask:
         return tiles
 
 
-_logged: set[str] = set()
-
-
 def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:
     """Log what the first masks need: masks that are made in each forward differ each time."""
     largest, others = local.needs.largest, sum(keys) - min(keys)
@@ -86,7 +84,7 @@ def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: 
         f"{imbalance(mask, queries):.2f} times the mean on the busiest of {len(keys)} ranks; a rank needs up to "
         f"{largest} of {others} keys of others, and {'only these' if local.sends_few else 'with alltoall all'} are sent"
     )
-    if message not in _logged and len(_logged) < _LOGGED:
+    if message not in _logged:
         _logged.add(message)
         _log.info(message)
 

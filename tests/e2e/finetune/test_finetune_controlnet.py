@@ -56,6 +56,7 @@ def check_equal(here: Finished, alone: Finished, component: str = "controlnet") 
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full  # tests/dist/finetune/test_side_models.py compares ControlNets across ranks by default
 def test_a_controlnet_on_three_ranks_equals_one_process(flux: Path, alone: Finished) -> None:
     assert len(set(alone.losses)) == 2
     check_equal(tune(flux, "three", *SMALL, "strategy=cp", "ring=3", experiment=FLUX), alone)

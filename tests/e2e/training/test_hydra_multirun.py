@@ -52,7 +52,8 @@ def check(folder: Path, worlds: list[int]) -> list[list[list[str]]]:
     return jobs
 
 
-@pytest.mark.parametrize("worlds", [[1, 2], pytest.param([2, 3], marks=pytest.mark.full)])
+@pytest.mark.full  # tests/e2e/training/test_sweep.py has a sweep of changing worlds by default
+@pytest.mark.parametrize("worlds", [[1, 2], [2, 3]])
 def test_jobs_of_another_world_size_each_start_afresh(worlds: list[int], tmp_path: Path) -> None:
     ran = sweep(tmp_path, f"n={','.join(map(str, worlds))}", "text='a,é'", "lr=0.5")
     assert ran.returncode == 0, ran.stdout + ran.stderr
