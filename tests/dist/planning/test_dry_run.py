@@ -119,9 +119,11 @@ def test_a_dry_run_equals_a_step(run_ranks: RankPool, name: str, layout_name: st
             assert len(starts) == collectives
             assert sum(x.sent_bytes for x in starts) == sent_bytes
             assert dry.sent_bytes() == step.sent_bytes()
-            if layout.sharded:
+            # gloo's thread frees what it has sent a moment after the wait, which shows where keys rotate
+            if layout.sharded or layout.rotate_method == "alltoall":
                 assert dry.peak_bytes == pytest.approx(step.peak_bytes, rel=0.01)
             else:
                 assert dry.peak == step.peak
+            if not layout.sharded:
                 assert dry.flops == step.flops
                 assert dry.calls == pytest.approx(step.calls, rel=0.01)
