@@ -92,7 +92,9 @@ def prepared_again(
     def build() -> tuple[Ring, Ulysses | None]:
         return _exchanges(_decoded(numbers, groups), hq, hk, settings, sparse, device)
 
-    return build() if sparse is not None else groups.keep((tuple(numbers), hq, hk, settings), build)
+    if sparse is not None:
+        return sparse.keep((tuple(numbers), hq, hk, settings, device), build)
+    return groups.keep((tuple(numbers), hq, hk, settings), build)
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:

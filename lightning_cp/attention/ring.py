@@ -41,7 +41,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
         return gathered_forward(q, k, v, mask, ring=ring)
     of_queries = _query_mask(mask, ring)
     if ring.group is None:
-        part = attend_keys(q, k, v, mask_of(of_queries, _all_heads(q, k), range(k.shape[1])), start=0, ring=ring)
+        part = attend_keys(q, k, v, _for_keys(of_queries, q, k, range(k.shape[1])), start=0, ring=ring)
         return OnlineSoftmax(q, ring).merged() if part is None else part
     softmax = OnlineSoftmax(q, ring)
     for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
@@ -70,7 +70,7 @@ def ring_backward(
         (in float32 if `accumulate_fp32`); with "allgather" see `gathered_backward`.
     """
     if ring.group is None:
-        of_keys = mask_of(_query_mask(mask, ring), _all_heads(q, k), range(k.shape[1]))
+        of_keys = _for_keys(_query_mask(mask, ring), q, k, range(k.shape[1]))
         grads = key_grads(grad, q, k, v, part, of_keys, start=0, ring=ring)
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)) if grads is None else grads
     backward = gathered_backward if ring.gathers else _rotated_backward
@@ -168,12 +168,17 @@ def _chunk_grads(
 
 def _mask_of(q: Tensor, chunk: list[Tensor], mask: Mask, keys: range) -> ChunkMask:
     """Return the mask of a chunk's keys: received with the chunk (key mask), or a slice of the local query mask."""
-    return chunk[2] if len(chunk) > 2 else mask_of(mask, _all_heads(q, chunk[0]), keys)
+    return chunk[2] if len(chunk) > 2 else _for_keys(mask, q, chunk[0], keys)
 
 
 def _query_mask(mask: Tensor | None, ring: Ring) -> Mask:
     """Return the mask of the local queries: a sparse mask, or the tensor."""
     return mask if ring.sparse is None else ring.sparse
+
+
+def _for_keys(mask: Mask, q: Tensor, k: Tensor, keys: range) -> ChunkMask:
+    """Slice the mask of the local queries to some keys, for all heads."""
+    return None if mask is None else mask_of(mask, _all_heads(q, k), keys)
 
 
 def _all_heads(q: Tensor, k: Tensor) -> Heads:
