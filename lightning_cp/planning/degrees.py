@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_cp.planning.devices import DEVICES, GB, Device
+from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import described, layouts
 from lightning_cp.planning.request import Excluded, Plan, Request
-from lightning_cp.planning.search import plan, ranked, why
+from lightning_cp.planning.search import is_of_every_layout, plan, ranked, why
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
         try:
             plans.append(plan(replace(request, fixed={**fixed, "data": data})))
         except ValueError as error:
-            if "cannot be traced" in str(error) or "no plan is registered" in str(error):
+            if is_of_every_layout(error):
                 raise
             problems.append(str(error))
     requests = {choice.layout: x.request for x in plans for choice in x.choices}
@@ -75,12 +75,11 @@ def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:
     if gpu is None:
         return replace(DEVICES["cpu"], node_ranks=node_ranks)
     name, memory = gpu
-    short = name.lower().replace(" ", "")
-    found = [device for key, device in DEVICES.items() if device.kind == "cuda" and key in short]
-    if not found:
+    found = name_in_table(name)
+    if found is None:
         known = ", ".join(device.name for device in DEVICES.values())
         raise ValueError(
             f"the figures of {name} are not known, only those of {known}: set the degrees by hand; recipes/plan.py "
             "proposes them with figures that you give"
         )
-    return replace(found[0], memory_gb=memory / GB, node_ranks=node_ranks)
+    return replace(DEVICES[found], memory_gb=memory / GB, node_ranks=node_ranks)

@@ -96,6 +96,12 @@ DEVICES = {
 }  # fmt: skip
 
 
+def name_in_table(gpu: str) -> str | None:
+    """Return the name in the table of a GPU that CUDA calls `gpu`; None: it is not there."""
+    short = gpu.lower().replace(" ", "")
+    return next((name for name, device in DEVICES.items() if device.kind == "cuda" and name in short), None)
+
+
 def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
     """Return a device of the table, or one with these figures.
 

@@ -42,6 +42,11 @@ def plan(request: Request) -> Plan:
     return Plan(request, choices, equal, tuple(search.excluded), reason)
 
 
+def is_of_every_layout(error: ValueError) -> bool:
+    """Return True for an error of a dry run that no layout would avoid: the model cannot be traced, or has no plan."""
+    return any(text in str(error) for text in ("cannot be traced", "no plan is registered"))
+
+
 def ranked(choices: Iterable[Choice]) -> tuple[tuple[Choice, ...], int]:
     """Sort choices by time; those within 15 % of the fastest by simplicity. Returns: also the number of those."""
     by_time = sorted(choices, key=lambda x: x.sample_s)
@@ -90,7 +95,7 @@ class _Search:
         try:
             choice = self.run(layout)
         except ValueError as error:
-            if "cannot be traced" in str(error) or "no plan is registered" in str(error):
+            if is_of_every_layout(error):
                 raise
             self.excluded.append(Excluded(layout, " ".join(str(error).split())))
             return

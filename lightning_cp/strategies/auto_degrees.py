@@ -12,8 +12,9 @@ from torch import nn
 from lightning_cp.strategies.context import ContextParallel
 
 _GIVE = "give the degrees by hand (ring=..., ulysses=...)"
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+# By the precision setting: dtype of autocast, and of the weights.
+AUTOCAST_OF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+DTYPE_OF = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,6 @@ def example_of(
         None if context.settings.data_parallel == "auto" else int(context.settings.data_parallel),
         sharded,
         (torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory) if is_gpu else None,
-        _DTYPES.get(str(plugin.precision)),
-        _AUTOCAST.get(str(plugin.precision)),
+        DTYPE_OF.get(str(plugin.precision)),
+        AUTOCAST_OF.get(str(plugin.precision)),
     )

@@ -9,15 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp.attention import merge as merging
 from lightning_cp.comm import transfer
+from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.kernels import PartialAttention
 
 WORLD, RANK = 4, 1
@@ -26,11 +25,8 @@ WORLD, RANK = 4, 1
 @contextmanager
 def fake_ranks() -> Iterator[None]:
     """Rank 1 of a process group of 4 with collectives that send nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
-    try:
+    with fake_world(WORLD, RANK):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 class CrossingRecorder(TorchDispatchMode):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.fabric import ContextParallelFSDPStrategy
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.quantize import FORMATS, QuantizedLinear, pack, quantize_base, unpack
 from lightning_cp.training.cudnn_attention import without_cudnn_attention
 from tests.dist.finetune.test_finetune_lora import loss_of
+from tests.dist.finetune.test_quantized_base import adapted
 from tests.dist.lightning_ranks import present_rank, whole
 from tests.harness import RankFailure, RankPool
 from tests.models import TINY
@@ -68,17 +68,6 @@ def test_a_layer_holds_its_bytes_and_keeps_no_values_for_backward(weights: str) 
     torch.testing.assert_close(x.grad.float(), values.float().sum(0).expand(4, -1), rtol=2e-2, atol=2e-2)
 
 
-def _adapted(model: nn.Module) -> nn.Module:
-    """Add a LoRA with values in all matrices."""
-    add_lora(model, LoraSettings(rank=3))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for x in model.parameters():
-            if x.requires_grad:
-                x.add_(torch.randn(x.shape, generator=generator) * 0.1)
-    return model
-
-
 def _on_device(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in inputs(name, dtype).items()}
 
@@ -115,7 +104,7 @@ def test_gradients_are_those_of_the_dequantised_weights(
     assert changed > 0
     losses, gradients = [], []
     for model in (moved, quantized, plain):
-        _adapted(model.cpu()).to(DEVICE)
+        adapted(model.cpu()).to(DEVICE)
         with without_cudnn_attention():
             loss = loss_of(model, _on_device(name, dtype))
             loss.backward()
@@ -133,7 +122,7 @@ def _sharded(rank: int, world: int, folder: Path, weights: str) -> tuple[float, 
     fabric.launch()
     model: Any = meta_transformer(folder, dtype=torch.float32)
     quantize_base(model, weights)
-    _adapted(model)
+    adapted(model)
     wrapped = fabric.setup(model)
     loss = loss_of(wrapped, _on_device("wan", torch.float32))
     fabric.backward(loss)
@@ -146,7 +135,7 @@ def test_sharded_bytes_are_filled_from_the_files(run_ranks: RankPool, tmp_path: 
     folder = saved(tmp_path, "wan")
     model: Any = load_transformer(folder, dtype=torch.float32)
     quantize_base(model, weights)
-    loss = loss_of(_adapted(model).to(DEVICE), _on_device("wan", torch.float32))
+    loss = loss_of(adapted(model).to(DEVICE), _on_device("wan", torch.float32))
     loss.backward()
     expected = {name: x.cpu() for name, x in _gradients(model).items()}
     if fsdp_refuses_bytes():

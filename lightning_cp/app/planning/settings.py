@@ -119,12 +119,12 @@ def _this_device() -> str:
     """Return the name of this machine's device in the table, or the name that PyTorch gives it."""
     import torch
 
-    from lightning_cp.planning.devices import DEVICES
+    from lightning_cp.planning.devices import name_in_table
 
     if not torch.cuda.is_available():
         return "cpu"
-    name = torch.cuda.get_device_name().lower().replace(" ", "")
-    return next((key for key in DEVICES if key in name), name)
+    name = torch.cuda.get_device_name()
+    return name_in_table(name) or name.lower().replace(" ", "")
 
 
 def _load(location: str) -> Any:

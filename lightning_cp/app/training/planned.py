@@ -27,10 +27,9 @@ from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.example import planned
 from lightning_cp.planning.request import Request
+from lightning_cp.strategies.auto_degrees import AUTOCAST_OF, DTYPE_OF
 
 _RESERVED_GB = 2.0
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 def plan_training(config: DictConfig, ranks: int, *, node_ranks: int, gpu: tuple[str, int] | None) -> Degrees:
@@ -64,8 +63,8 @@ def plan_training(config: DictConfig, ranks: int, *, node_ranks: int, gpu: tuple
             device,
             reserved_gb=reserved,
             lora=lora,
-            dtype=_DTYPES.get(precision, next(transformer.parameters()).dtype),
-            autocast=_AUTOCAST.get(precision),
+            dtype=DTYPE_OF.get(precision, next(transformer.parameters()).dtype),
+            autocast=AUTOCAST_OF.get(precision),
             batch_size=samples,
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.sparse.balance import imbalance
+from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.needed import Needs, find_needs
 from lightning_cp.attention.sparse.runs import KernelFor, attend_runs, attend_runs_backward
@@ -22,7 +23,7 @@ _LOGGED = 8  # messages in a process
 _logged: set[str] = set()
 
 
-class LocalMask:
+class LocalMask(Keeper):
     """A sparse mask for the queries of one rank and the keys of its ring.
 
     Args:
@@ -57,7 +58,7 @@ class LocalMask:
         self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
         if rank == heads.start == 0 and len(keys) > 1 and len(_logged) < _LOGGED:
             _log_once(self, mask, queries, keys)
-        self._kept: dict[Hashable, Tiles] = {}
+        self.kept = {}
 
     def tiles(self, heads: Heads, keys: range) -> Tiles:
         """Return the tiles of this rank's queries over some keys, found once.
@@ -67,13 +68,12 @@ class LocalMask:
         own = self._heads
         if own.stop - own.start > 1:
             own = slice(own.start + heads.query.start, own.start + heads.query.stop)
-        facts = own.start, own.stop, keys.start, keys.stop
-        tiles = self._kept.get(facts)
-        if tiles is None:
+
+        def build() -> Tiles:
             positions = self._keys[self.needs.received] if keys.start < 0 else self._keys[keys.start : keys.stop]
-            tiles = tiles_of(self._mask, self._queries, positions, heads=own, device=self._device)
-            self._kept[facts] = tiles
-        return tiles
+            return tiles_of(self._mask, self._queries, positions, heads=own, device=self._device)
+
+        return self.keep((own.start, own.stop, keys.start, keys.stop), build)
 
 
 def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:

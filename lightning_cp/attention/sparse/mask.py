@@ -6,22 +6,22 @@ import weakref
 import zlib
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.tables import MaskMod, call_mask_mod, dense_table, table_of
 from lightning_cp.comm.shards import checked_order
 from lightning_cp.errors import ShapeError
 
-T = TypeVar("T")
 EMPTY, PARTIAL, FULL = 0, 1, 2
 MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its SparseMask
 _SAMPLED = 4096  # pairs of positions that enter the checksum of a mask, besides its table
 
 
-class SparseMask:
+class SparseMask(Keeper):
     """Mask of a whole sequence, in positions of that sequence, for `context_parallel_attention(block_mask=…)`.
 
     Made by `from_block_mask`, `from_mask_mod` and `from_documents`. Do not change it, or tensors that `mask_mod`
@@ -162,7 +162,7 @@ class SparseMask:
     def of_queries(self, positions: Tensor) -> SparseMask:
         """Return the mask of some queries over all keys, which keep their order.
 
-        Args: positions: of the queries, int64 on the host.
+        Args: positions: positions of these queries, int64 on the host.
         """
         rows = torch.split(self.kinds[:, :, positions // self.block_size[0]], self.block_size[0], 2)
         kinds = [torch.where((x == x[:, :, :1]).all(2), x[:, :, 0], PARTIAL).to(torch.uint8) for x in rows]
@@ -226,13 +226,6 @@ class SparseMask:
                 f"keys, but attention has batch {batch}, {heads} heads, {queries} queries and {keys} keys on all ranks "
                 "together: make it for the whole sequence, with 1 or all samples and heads"
             )
-
-    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
-        """Return what was built for these facts before, or build it; kept as long as the mask."""
-        value: T | None = self.kept.get(facts)
-        if value is None:
-            value = self.kept[facts] = build()
-        return value
 
     @property
     def _facts(self) -> tuple[Any, ...]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.mask import EMPTY, FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.tables import EVALUATED, all_of, any_of
 
-T = TypeVar("T")
 CUDA_TILE = 128  # of the CUDA kernel
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles:
+class Tiles(Keeper):
     """Mask of some queries over some keys, in tiles of `size` queries and keys; the last ones may be smaller.
 
     Attributes:
@@ -35,13 +35,6 @@ class Tiles:
     size: tuple[int, int]
     lengths: tuple[int, int]
     kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-
-    def keep(self, name: Hashable, build: Callable[[], T]) -> T:
-        """Return what was built under this name before, or build it; kept as long as the tiles."""
-        if name not in self.kept:
-            self.kept[name] = build()
-        value: T = self.kept[name]
-        return value
 
     @cached_property
     def is_empty(self) -> bool:

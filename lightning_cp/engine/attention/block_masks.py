@@ -20,7 +20,7 @@ from lightning_cp.errors import InterceptionError
 from lightning_cp.plans import LOCAL, Attention, Modalities
 
 
-def lengths_of(block_mask: Any) -> tuple[int, int]:
+def mask_lengths(block_mask: Any) -> tuple[int, int]:
     """Return the number of queries and of keys of a block mask."""
     queries, keys = block_mask.lengths if isinstance(block_mask, SparseMask) else block_mask.seq_lengths
     return queries, keys
@@ -41,9 +41,9 @@ def handle_across(block_mask: Any, planned: PlannedSizes, sizes: Sizes) -> Tenso
             "keys of earlier forwards are used, or the model drops padding tokens: use an attention mask"
         )
     whole = sum(sizes[0]), sum(sizes[1])
-    if not torch.compiler.is_compiling() and lengths_of(block_mask) != whole:  # compiled: the operator checks it
+    if not torch.compiler.is_compiling() and mask_lengths(block_mask) != whole:  # compiled: the operator checks it
         raise InterceptionError(
-            f"the block mask is of {lengths_of(block_mask)} queries and keys, but attention has {whole} on all ranks "
+            f"the block mask is of {mask_lengths(block_mask)} queries and keys, but attention has {whole} on all ranks "
             "together: make it for the whole sequence. (A text with fewer tokens than ranks may be padded to one token "
             "per rank: use lower degrees.)"
         )
@@ -68,7 +68,7 @@ def handle_here(block_mask: Any, call: Call, queries: int, keys: int) -> Tensor:
 
     Raises: InterceptionError: the mask has other lengths, or the positions of this rank's queries are not known.
     """
-    lengths, rank = lengths_of(block_mask), call.groups.context_rank
+    lengths, rank = mask_lengths(block_mask), call.groups.context_rank
     if lengths == (queries, keys):
         return handle_of(block_mask)
     fitting = [

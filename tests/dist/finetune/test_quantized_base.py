@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: saved(tmp_path_factory.mktemp(name), name) for name in ("wan", "flux")}
 
 
-def _adapted(model: nn.Module) -> nn.Module:
+def adapted(model: nn.Module) -> nn.Module:
     """Add a LoRA with values in all matrices."""
     add_lora(model, LoraSettings(rank=3))
     generator = torch.Generator().manual_seed(3)
@@ -61,7 +61,7 @@ def _train(
     fabric = fabric_of(rank, world, kind(**settings))
     model: Any = (meta_transformer if kind is FSDP else load_transformer)(folder, dtype=torch.float32)
     quantize_base(model, weights)
-    _adapted(model)
+    adapted(model)
     if name == "wan":
         model.enable_gradient_checkpointing()
     host = offload_blocks(model) if kind is CP and name == "wan" else None
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_dequantised_weights(
     layers = {path: x for path, x in quantized.named_modules() if isinstance(x, QuantizedLinear)}
     for path, layer in layers.items():
         plain.get_submodule(path).weight.data = layer.dequantized()
-    loss = loss_of(_adapted(plain), inputs(name))
+    loss = loss_of(adapted(plain), inputs(name))
     loss.backward()
     expected = _gradients(plain)
     largest = max(float(x.abs().max()) for x in expected.values())
@@ -129,6 +129,6 @@ def test_gradients_are_those_of_the_dequantised_weights(
 def test_a_quantised_base_cannot_be_merged(folders: dict[str, Path]) -> None:
     model: Any = load_transformer(folders["wan"], dtype=torch.float32)
     quantize_base(model, "nf4")
-    _adapted(model)
+    adapted(model)
     with pytest.raises(RuntimeError, match="single memory location"):
         model.fuse_lora()

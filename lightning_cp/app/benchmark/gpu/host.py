@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
+from lightning_cp.app.benchmark.gpu.timing import times_in_turn
 from lightning_cp.app.benchmark.subject import modes, parallel
 from lightning_cp.attention import context_parallel_attention
+from lightning_cp.comm.fake_world import fake_world
 
 _PEER = "diffusers Ulysses"
 # (mode, ranks, pass) -> largest time as a multiple of diffusers' Ulysses in the same pass and run

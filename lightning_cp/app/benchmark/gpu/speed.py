@@ -9,12 +9,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import dtype_name, fake_world, seconds_of
+from lightning_cp.app.benchmark.gpu.timing import dtype_name, seconds_of
 from lightning_cp.app.benchmark.measure import measure_subjects
 from lightning_cp.app.benchmark.report import ResultRow, rows_of
 from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
+from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.kernels import PartialAttention
 from lightning_cp.pipelines.pipefusion.buffer_memory import free_bytes
 

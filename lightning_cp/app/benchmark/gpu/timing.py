@@ -5,15 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
-from lightning_cp.compat.torch_names import fake_store
 
 _REPEATS = 20
 
@@ -80,16 +77,6 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-@contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """Create a default process group of `ranks` ranks with collectives that send nothing; this process is rank 0."""
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

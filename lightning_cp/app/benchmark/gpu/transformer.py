@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import fake_world, times_in_turn
+from lightning_cp.app.benchmark.gpu.timing import times_in_turn
 from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
+from lightning_cp.comm.fake_world import fake_world
 
 _ALONE = "a rank's tokens alone"
 _PASSES = ("forward", "with backward")
