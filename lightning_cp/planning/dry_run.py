@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.comm.observer import observing
-from lightning_cp.compat.torch_names import fake_store, fake_tensors
+from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import CPU, DeviceProfile, assuming
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
@@ -51,9 +52,9 @@ def dry_run(
             read the values of others.
         layout: degrees; PipeFusion cannot be traced.
         settings: what a step is.
-        rank: rank whose step it is.
-        device: device that the step is for.
-        dtype: of the weights.
+        rank: the rank that is traced.
+        device: the device to plan for.
+        dtype: dtype of the weights.
         lora: adapters to train in place of the weights.
         plan, kernel: see `engine.apply.parallelize`.
         every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others.
@@ -147,8 +148,5 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
         raise ValueError("a dry run makes a process group of its own: run it before init_process_group")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank={rank} must be at least 0 and below the number of ranks, {ranks}")
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
-    try:
+    with fake_world(ranks, rank):
         yield
-    finally:
-        dist.destroy_process_group()

@@ -21,7 +21,7 @@ class PlannedModel:
         build: makes it; called where tensors have no storage.
         inputs: arguments of its forward; see `dry_run`.
         heads: its query heads; None: not known.
-        tokens: of the main sequence; None: not known.
+        tokens: number of tokens of the main sequence; None: not known.
         guided: its pipeline uses classifier-free guidance: two forwards for each step of sampling.
     """
 

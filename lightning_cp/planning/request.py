@@ -1,4 +1,4 @@
-"""What to plan, and the result."""
+"""The request of a user to the planner, and the plan that answers it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Request:
     Attributes:
         model: the model, with the inputs of one rank's step.
         ranks: number of ranks.
-        device: of each rank.
+        device: the device of each rank.
         task: "train": the highest throughput. "sample": the shortest time of a sample.
         memory_gb: memory of a rank, in 10^9 bytes; None: the device's.
         reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers, encoders, the VAE.
         lora: adapters to train in place of the weights.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         autocast: see `StepSettings`.
-        batch_size: samples in `model.inputs`.
+        batch_size: number of samples in `model.inputs`.
         plan: a plan for the model; None: the registered one.
         fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
     Raises: ValueError: an invalid value.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Checkpointing = Literal["none", "full", "selective"]
-# Of the memory at the peak of a step.
+# Kinds of memory at the peak of a step.
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -17,10 +17,10 @@ class Layout:
 
     Attributes:
         data, cfg, ring, ulysses, pipe: degrees; their product is the number of ranks.
-        patches: of PipeFusion.
+        patches: number of patches of PipeFusion.
         sharded: weights, gradients and optimizer states are sharded (FSDP2); False: every rank holds them.
-        checkpointing: of activations.
-        rotate_method: of the ring.
+        checkpointing: activation checkpointing of the blocks.
+        rotate_method: how keys move around the ring, see `ContextParallelConfig`.
     """
 
     data: int = 1
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compute:
-    """One operator on the compute stream. Attributes: moved_bytes: read and written. launches: of kernels."""
+    """One operator on the compute stream. Attributes: moved_bytes: bytes read and written. launches: of kernels."""
 
     name: str
     flops: int
@@ -51,7 +51,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a transfer. Attributes: number: from 1 in a part. link: communicator. sent_bytes: of this rank."""
+    """The start of a transfer.
+
+    Attributes: number: counted from 1 in each part. link: name of the communicator. sent_bytes: what this rank sends.
+    """
 
     number: int
     link: str
@@ -62,7 +65,8 @@ class Start:
 class Wait:
     """The compute stream waits for a transfer.
 
-    Attributes: number: of its start; 0 or less: in the part before, counted back from its last one. None: all so far.
+    Attributes: number: that of its `Start`; 0 or less: in the part before, counted back from its last transfer; None:
+        wait for all transfers so far.
     """
 
     number: int | None

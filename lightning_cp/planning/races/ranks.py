@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch.distributed as dist
-
 from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.comm.observer import observing
-from lightning_cp.compat.torch_names import fake_store
 from lightning_cp.planning.races.events import Trace
 from lightning_cp.planning.races.recorder import Recorder
 
@@ -20,8 +18,8 @@ def trace_all_ranks(
 ) -> list[Trace]:
     """Trace a function on each rank of a world; nothing is sent.
 
-    All ranks are traced `hops + 1` times. In each round a rank receives what the others sent in the round before, so
-    that data are right after as many rounds as exchanges that depend on each other; what is returned is the last round.
+    All ranks are traced `hops + 1` times. In each round a rank receives what the others sent in the round before. If n
+    exchanges depend on each other, data are right after n rounds. The traces of the last round are returned.
 
     Args:
         function: called with the rank. It computes on CPU, and transfers with `lightning_cp`.
@@ -54,15 +52,13 @@ def trace_rank(
         raises: pass on exceptions of the function; False: the trace ends there.
     """
     BUFFERS.forget()
-    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     recorder = Recorder(rank, before, tags)
     try:
-        with observing(recorder), recorder:
+        with fake_world(world, rank), observing(recorder), recorder:
             recorder.trace.result = function(rank)
     except Exception:
         if raises:
             raise
     finally:
-        dist.destroy_process_group()
         BUFFERS.forget()
     return recorder.trace
