@@ -32,16 +32,21 @@ def run(config: DictConfig, folder: Path) -> int:
     except (ValueError, ImportError) as error:
         print_error(" ".join(str(error).split()))
         return 2
-    write_json(found, folder / "plan.json")
     console = terminal.console(width=150)
     if found.choices:
         console.print(table(found, config.rows))
     for line in notes(found):
         console.print(rich_text(line))
+    try:
+        write_json(found, folder / "plan.json")
+        if found.best is not None:
+            draw(found, folder / "plan.png", config.rows)
+    except OSError as error:
+        print_error(str(error))
+        return 1
     if found.best is None:
         print_error(found.reason)
         return 1
-    draw(found, folder / "plan.png", config.rows)
     console.print(rich_text(found.reason))
     print(" ".join(overrides_of(found.best.layout, found.request.task, found.request.batch_size)))
     print(printable(f"{folder / 'plan.json'}, plan.png"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -108,8 +109,12 @@ def device_of(setting: Any) -> Device:
     if name.endswith((".yaml", ".yml")):
         try:
             stored = _plain(OmegaConf.load(name))
-        except (OSError, OmegaConfBaseException) as error:
+        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
             raise SettingsError(f"gpu={name} cannot be read: {error}") from error
+        if not isinstance(stored, dict):
+            raise SettingsError(
+                f"gpu={name} must hold the figures of a device, as recipes/bench.py calibrate=true does"
+            )
         figures = {**stored, **{key: value for key, value in figures.items() if value is not None}}
         return device_named(str(figures.pop("name", name)), {"source": "file", **figures})
     return device_named(_this_device() if name == "auto" else name, figures)
