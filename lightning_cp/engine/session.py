@@ -184,6 +184,7 @@ class Session:
             not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
+        keeps_shards: outputs are not gathered before something needs all of their values, see `LateGather`.
     """
 
     groups: MeshGroups
@@ -201,6 +202,7 @@ class Session:
     num_graph_checks: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
+    keeps_shards: bool = False
 
     @property
     def batch_group(self) -> dist.ProcessGroup | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.sharding.late_gather import sample_means
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import prove_membership
@@ -197,6 +198,20 @@ class ContextParallelMixin:
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """Weight a mean loss over local tokens for gradient averaging; see `ContextParallel.local_mean`."""
         return self.context.local_mean(loss, tokens)
+
+    def loss_on_shards(self) -> AbstractContextManager[None]:
+        """Leave out the gather of the transformers' outputs in this context, for `sample_means`."""
+        return self.context.loss_on_shards()
+
+    def sample_means(
+        self,
+        error: Callable[[Tensor, Tensor], Tensor],
+        output: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted mean of the errors of each sample; see `engine.sharding.late_gather.sample_means`."""
+        return sample_means(error, output, target, weight)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.

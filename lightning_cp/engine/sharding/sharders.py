@@ -15,6 +15,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.late_gather import keep_shards
 from lightning_cp.engine.sharding.lengths import find_sizes
 from lightning_cp.engine.sharding.missing_split import unplanned_shapes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
@@ -69,7 +70,7 @@ class OutputHook(EngineHook):
         STATS.enter(module)
         name = f"the output of {rule.path}"
         if not rule.always and rule.gathers:
-            return unshard(output, rule.spec, name=name, session=session)
+            return unshard(output, rule.spec, name=name, session=session, late=session.keeps_shards)
         if not rule.always:
             return shard(output, rule.spec, name=name, session=session, strict=True)
         assert isinstance(rule.spec, tuple), "compile_rules makes a tuple, one spec for each output"
@@ -111,7 +112,9 @@ class OutputHook(EngineHook):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        return gather_shards(x, spec.dim % x.ndim, sizes, call.groups.name)
+        late = self.session.keeps_shards and call.groups.context is not None and call.evaluation is None
+        gather = keep_shards if late else gather_shards
+        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
 
 
 def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

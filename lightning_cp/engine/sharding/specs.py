@@ -13,6 +13,7 @@ from lightning_cp.attention.sparse.handles import is_block_mask
 from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
+from lightning_cp.engine.sharding.late_gather import keep_shards
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
@@ -54,9 +55,10 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
     return _each(value, spec, name, one)
 
 
-def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
+def unshard(value: Any, spec: Spec | None, *, name: str, session: Session, late: bool = False) -> Any:
     """Gather `value` (an output, or a nest of outputs) on every rank; the adjoint of `shard`.
 
+    Args: late: gather when something needs all values, see `LateGather`.
     Gradient: reduce-scatter (sum). Raises: PlanError: an output with another number of tokens than this rank's.
     """
 
@@ -67,7 +69,7 @@ def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> An
             return session.current().rows[spec.modality]
         if not (isinstance(spec, Split) and isinstance(x, Tensor)):
             raise _undescribed(x, spec, name)
-        return _unshard_tensor(x, spec, name, session.current())
+        return _unshard_tensor(x, spec, name, session.current(), late=late)
 
     return _each(value, spec, name, one)
 
@@ -264,7 +266,7 @@ def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Seque
     return pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
+def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call, *, late: bool) -> Tensor:
     if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
@@ -275,7 +277,8 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim
-    gathered = gather_shards(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
+    gather = keep_shards if late and call.groups.context is not None and call.evaluation is None else gather_shards
+    gathered = gather(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]

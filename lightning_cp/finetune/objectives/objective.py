@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.late_gather import keeping_shards, sample_means
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
@@ -61,6 +63,8 @@ class Objective(ABC):
         min_snr_gamma: the largest signal-to-noise ratio that counts with "min_snr".
         huber_c: pseudo-Huber error, which is linear for differences that are large against this number; None: the
             squared error.
+        on_shards: a context-parallel transformer's output is not gathered: each rank computes the loss of its tokens,
+            and their sums are exchanged.
     """
 
     seed: int
@@ -72,6 +76,7 @@ class Objective(ABC):
     weighting: str | None = None
     min_snr_gamma: float = 5.0
     huber_c: float | None = None
+    on_shards: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.cond_dropout <= 1:
@@ -139,9 +144,11 @@ class Objective(ABC):
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         each = family.latent_times(noised.times)
         arguments = family.inputs(noised.noisy, each, noised.stored, options)
-        output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
+        with keeping_shards(_sessions(transformer), on=self.on_shards):
+            output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
-        errors = {name: self._mean_error(predicted[name], x, noised.loss_mask.get(name)) for name, x in target.items()}
+        masks = noised.loss_mask
+        errors = {name: sample_means(self._error, predicted[name], x, masks.get(name)) for name, x in target.items()}
         return _sum([self._at_time(family, errors, name, time) for name, time in by_name(each).items()])
 
     def _at_time(self, family: Family, errors: dict[str, Tensor], name: str, time: Tensor) -> Tensor:
@@ -214,24 +221,23 @@ class Objective(ABC):
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noisy latents and the target, both like `clean`."""
 
-    def _mean_error(self, predicted: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean error of each sample, weighted by the mask, [b]."""
+    def _error(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return the error of each element."""
         difference = predicted.to(target.dtype) - target
-        error = difference.square() if self.huber_c is None else pseudo_huber(difference, self.huber_c)
-        if mask is None:
-            return error.flatten(1).mean(dim=1)
-        weights = mask.to(error.dtype).expand_as(error).flatten(1)
-        total = weights.sum(dim=1)
-        return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
+        return difference.square() if self.huber_c is None else pseudo_huber(difference, self.huber_c)
 
     @staticmethod
     def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
         """Return the index of a batch's first sample in the global batch: data rank times batch size."""
-        for module in transformer.modules():  # it may be inside DDP, peft, Fabric or a compiler's wrapper
-            installed = installed_on(module)
-            if installed is not None:
-                return installed.session.groups.data_rank * len(stored)
+        for session in _sessions(transformer):
+            return session.groups.data_rank * len(stored)
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
+
+
+def _sessions(transformer: nn.Module) -> list[Session]:
+    """Return the sessions of a transformer, which may be inside DDP, peft, Fabric or a compiler's wrapper."""
+    installed = [installed_on(module) for module in transformer.modules()]
+    return [one.session for one in installed if one is not None]
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

@@ -1,0 +1,410 @@
+"""Outputs whose gather is left out: this rank's tokens stand for the whole tensor, and a loss is computed on them.
+
+After its last gather, a model usually moves values only: it joins patches to pictures. A `LateGather` has the shape of
+the whole tensor and this rank's tokens; it records the functions that move values, and those that change each value
+alone. `sample_means` moves target and weights the other way, and cuts them like the tokens. Any other function gathers
+the tensor first, so the result is always right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.shards import gather_shards
+from lightning_cp.comm.transforms import transforms_are_on
+from lightning_cp.compat.torch_names import make_wrapper_subclass
+from lightning_cp.engine.session import Session
+from lightning_cp.mesh.groups import groups_by_name
+from lightning_cp.nest import of_type, replace
+
+_LOG = logging.getLogger(__name__)
+# Names of functions that move values, of those that need only the shape of a second tensor, of those that change each
+# value alone, and of what does not depend on values.
+_MOVES = {
+    *("__getitem__", "cat", "chunk", "clone", "contiguous", "flatten", "movedim", "moveaxis", "narrow", "permute"),
+    *(
+        "reshape",
+        "select",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stack",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "tensor_split",
+    ),
+    *("transpose", "unbind", "unflatten", "unsqueeze", "view", "einsum"),
+}
+_LIKE = {"view_as", "reshape_as"}
+_CASTS = {"to", "type_as", "float", "double", "half", "bfloat16"}
+_SCALINGS = {"neg", "negative", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"}
+_PROPERTIES = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_leaf",
+    "layout",
+    "grad_fn",
+    "is_cuda",
+    "is_meta",
+}
+_METADATA = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size", "is_floating_point"),
+    *("is_complex", "is_contiguous", "is_inference", "get_device", "register_hook", "storage_offset"),
+}
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """This rank's tokens. Attributes: values: without gradient. dim, sizes, groups: see `gather_shards`."""
+
+    values: Tensor
+    dim: int
+    sizes: tuple[int, ...]
+    groups: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all ranks' tokens."""
+        return (*self.values.shape[: self.dim], sum(self.sizes), *self.values.shape[self.dim + 1 :])
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of a tensor in the order of the gather."""
+        groups = groups_by_name(self.groups)
+        own = torch.split(whole, list(self.sizes), self.dim)[groups.context_rank :: groups.context_size]
+        return torch.cat(own, self.dim)
+
+
+# A function of each value alone, and its arguments after the tensor.
+_Pointwise = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+class LateGather(Tensor):
+    """A whole tensor of which each rank of a context group holds its own tokens.
+
+    Attributes:
+        tokens: the tokens, as they would be gathered.
+        form: a tensor on meta, like the whole tensor.
+        moved: moves values from the order of the gather to their places in this tensor.
+        history: what `moved` does, as text.
+        pointwise: functions to apply to each value.
+    """
+
+    tokens: _Tokens
+    form: Tensor
+    moved: Callable[[Tensor], Tensor]
+    history: str
+    pointwise: tuple[_Pointwise, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        tokens: _Tokens,
+        form: Tensor,
+        moved: Callable[[Tensor], Tensor],
+        history: str = "",
+        pointwise: tuple[_Pointwise, ...] = (),
+    ) -> LateGather:
+        tensor: LateGather = make_wrapper_subclass(
+            cls, form.shape, strides=form.stride(), dtype=form.dtype, device=tokens.values.device
+        )
+        tensor.tokens, tensor.form, tensor.moved = tokens, form, moved
+        tensor.history, tensor.pointwise = history, pointwise
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _METADATA or (name == "__get__" and func.__self__.__name__ in _PROPERTIES):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
+            raise NotImplementedError(
+                f"{name} would change an output that is not gathered: use a function that returns a new tensor, or "
+                "compute the loss of the whole output"
+            )
+        result = _deferred(func, name, args, kwargs)
+        if result is not None:
+            return result
+        note_gather(func)
+        args, kwargs = replace(LateGather, whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Add gradients: autograd calls this for a tensor that is used twice."""
+        if func is torch.ops.aten.add.Tensor and all(isinstance(x, LateGather) for x in args):
+            return _gradient(args[0].form, args[0].tokens, args[0].tokens.values + args[1].tokens.values)
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            x = args[0]
+            return LateGather(x.tokens, x.form, x.moved, x.history, x.pointwise)
+        raise NotImplementedError(f"{func} of an output that is not gathered: call `whole` on it first")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LateGather(shape={tuple(self.shape)}, tokens={tuple(self.tokens.values.shape)})"
+
+
+def keep_shards(x: Tensor, dim: int, sizes: Sequence[int], groups: str) -> Tensor:
+    """Return a tensor that is gathered when something needs all of its values. Args: see `gather_shards`."""
+    if torch.compiler.is_compiling() or transforms_are_on():
+        return gather_shards(x, dim, list(sizes), groups)
+    result: Tensor = _Enter.apply(x, dim, tuple(sizes), groups)  # type: ignore[no-untyped-call]
+    return result
+
+
+@contextmanager
+def keeping_shards(sessions: Iterable[Session], *, on: bool = True) -> Iterator[None]:
+    """Leave out the gather of outputs in this context: models return `LateGather`s where their plans gather."""
+    before = [(session, session.keeps_shards) for session in sessions]
+    try:
+        for session, _ in before:
+            session.keeps_shards = on
+        yield
+    finally:
+        for session, value in before:
+            session.keeps_shards = value
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor with all of its values. Ranks: all of the context group. Gradient: reduce-scatter (sum)."""
+    if not isinstance(x, LateGather):
+        return x
+    tokens = x.tokens
+    return _changed(x.moved(gather_shards(_tokens_of(x), tokens.dim, list(tokens.sizes), tokens.groups)), x.pointwise)
+
+
+def sample_means(
+    error: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Return the weighted mean of the errors of each sample, [b]. An output that is not gathered stays so.
+
+    Args:
+        error: returns the error of each element, from tensors like `output` and `target`, of any equal shapes.
+        output: [b, ...].
+        target: like `output`.
+        weight: weight of each element, broadcastable to `target`; None: 1. A sample with weight 0 everywhere has 0.
+    Ranks: all of the context group, each with the whole target; each returns the whole mean. Gradient: of the whole
+        mean, to be averaged over the ranks.
+    """
+    weights = None if weight is None else weight.to(target.dtype).expand_as(target)
+    if isinstance(output, LateGather) and not _is_by_sample(output):
+        note_gather("the order of its samples")
+        output = whole(output)
+    if not isinstance(output, LateGather):
+        errors = error(output, target)
+        if weights is None:
+            return errors.flatten(1).mean(dim=1)
+        sums, total = (errors * weights).flatten(1).sum(dim=1), weights.flatten(1).sum(dim=1)
+        return sums / torch.where(total > 0, total, 1.0)
+    tokens = output.tokens
+    errors = error(_changed(_tokens_of(output), output.pointwise), _cut(output, target))
+    if weights is not None or output.numel() != torch.Size(tokens.shape).numel():  # the model drops some tokens
+        weights = (
+            torch.ones((), dtype=target.dtype, device=target.device).expand_as(target) if weights is None else weights
+        )
+        errors = errors * _cut(output, weights)
+    own = errors.flatten(1).sum(dim=1)
+    ranks = groups_by_name(tokens.groups).context_size
+    sums = gather_shards(own.unsqueeze(0), 0, [1] * ranks, tokens.groups).sum(dim=0)
+    if weights is None:
+        return sums / (target.numel() // len(target))
+    total = weights.sum(dim=tuple(range(1, weights.ndim)))
+    return sums / torch.where(total > 0, total, 1.0)
+
+
+def note_gather(function: Any) -> None:
+    """Log, once, which function made a gather necessary."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+    if name not in _NOTED:
+        _NOTED.add(name)
+        _LOG.info("an output is gathered before its loss, because of %s", name)
+
+
+_NOTED: set[str] = set()
+
+
+def _cut(output: LateGather, x: Tensor) -> Tensor:
+    """Return the elements of `x`, which is like `output`, at the places of this rank's tokens; 0 for dropped tokens."""
+    with torch.enable_grad():  # moving values is linear, and its adjoint moves them back
+        start = torch.zeros((), dtype=x.dtype, device=x.device).expand(output.tokens.shape).requires_grad_()
+        (moved,) = torch.autograd.grad(output.moved(start), start, x.detach())
+    return output.tokens.cut(moved)
+
+
+_BY_SAMPLE: dict[tuple[Any, ...], bool] = {}
+
+
+def _is_by_sample(output: LateGather) -> bool:
+    """Return True if dim 0 of the tokens is that of the output, and no token is in it twice. Kept for each form."""
+    shape = output.tokens.shape
+    key = (shape, tuple(output.shape), output.history)
+    if key not in _BY_SAMPLE:
+        if len(_BY_SAMPLE) >= 256:
+            _BY_SAMPLE.clear()
+        with torch.enable_grad(), torch.device("cpu"):
+            start = torch.zeros(()).expand(shape).requires_grad_()
+            moved = output.moved(start)
+            samples = torch.arange(1.0, len(moved) + 1).view(-1, *[1] * (moved.ndim - 1)).expand_as(moved)
+            (count,) = torch.autograd.grad(moved, start, torch.ones(()).expand_as(moved), retain_graph=True)
+            (sample,) = torch.autograd.grad(moved, start, samples)
+        rows = torch.arange(1.0, shape[0] + 1, device="cpu").view(-1, *[1] * (len(shape) - 1))
+        fits = shape[0] == len(moved) and output.tokens.dim > 0
+        _BY_SAMPLE[key] = fits and bool((count <= 1).all()) and bool((sample == count * rows).all())
+    return _BY_SAMPLE[key]
+
+
+def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function without a gather; None if it needs all values."""
+    late, tensors = list(of_type(LateGather, (args, kwargs))), list(of_type(Tensor, (args, kwargs)))
+    first = late[0]
+    if tensors[0] is not first:
+        return None
+    if name in _CASTS and len(late) == 1:
+        cast = func(torch.empty(0, dtype=first.dtype, device=first.device), *args[1:], **kwargs)
+        return _cast(first, cast.dtype) if cast.device == first.device else None
+    if len(tensors) > len(late):
+        return _move(func, late, args, kwargs) if name in _LIKE and len(late) == 1 else None
+    if name in _SCALINGS and len(args) <= 2 and not kwargs:
+        form = torch.empty_like(first.form)
+        return _derived(first, form, first.moved, first.history, (*first.pointwise, (func, args[1:])), late)
+    return _move(func, late, args, kwargs) if name in _MOVES and _are_parts(late) else None
+
+
+def _cast(x: LateGather, dtype: torch.dtype) -> LateGather:
+    changes = x.pointwise if dtype == x.dtype else (*x.pointwise, (_to, (dtype,)))
+    return _derived(x, x.form.to(dtype), x.moved, x.history, changes, [x])
+
+
+def _are_parts(late: Sequence[LateGather]) -> bool:
+    """Return True if tensors are parts of one."""
+    first = late[0]
+    return all(x.tokens is first.tokens and x.pointwise == first.pointwise for x in late)
+
+
+def _move(func: Any, late: Sequence[LateGather], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a function that moves values; return None if it does not keep each of them, or if it casts."""
+    forms = func(*replace(LateGather, _form, args), **replace(LateGather, _form, kwargs))
+    first = late[0]
+    if isinstance(forms, Tensor) and (
+        forms.dtype != first.dtype or (func is torch.einsum and forms.numel() < first.numel())
+    ):
+        return None
+    moves, shown = replace(LateGather, lambda x: x.moved, (args, kwargs)), replace(Tensor, _shown, (args, kwargs))
+
+    def one(form: Tensor, index: int | None) -> LateGather:
+        history = f"{func.__name__}{shown}[{index}]"
+        return _derived(first, form, partial(_moved, func, moves, index), history, first.pointwise, late)
+
+    if isinstance(forms, Tensor):
+        return one(forms, None)
+    return type(forms)(one(form, i) for i, form in enumerate(forms))
+
+
+def _derived(
+    first: LateGather,
+    form: Tensor,
+    moved: Callable[[Tensor], Tensor],
+    history: str,
+    pointwise: tuple[_Pointwise, ...],
+    late: Sequence[LateGather],
+) -> LateGather:
+    """Return a tensor that is made of others. Args: late: these. first: one of them."""
+    result: LateGather = _Derive.apply((first.tokens, form, moved, history, pointwise), *late)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _moved(func: Any, arguments: Any, index: int | None, x: Tensor) -> Tensor:
+    """Move values as a function did. Args: arguments: those of the function; tensors are replaced by their `moved`."""
+    args, kwargs = replace(partial, lambda moved: moved(x), arguments)
+    result = func(*args, **kwargs)
+    moved: Tensor = result if index is None else result[index]
+    return moved
+
+
+def _shown(x: Tensor) -> str:
+    return x.history if isinstance(x, LateGather) else str(tuple(x.shape))
+
+
+def _form(x: LateGather) -> Tensor:
+    return x.form
+
+
+def _changed(x: Tensor, pointwise: Sequence[_Pointwise]) -> Tensor:
+    for func, args in pointwise:
+        x = func(x, *args)
+    return x
+
+
+def _tokens_of(x: LateGather) -> Tensor:
+    """Return the tokens with their gradient."""
+    result: Tensor = _Leave.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _gradient(form: Tensor, tokens: _Tokens, values: Tensor) -> LateGather:
+    """Return the gradient with respect to a tensor of this form, which holds that with respect to its tokens."""
+    return LateGather(_Tokens(values, tokens.dim, tokens.sizes, tokens.groups), form, lambda x: x)
+
+
+class _Enter(torch.autograd.Function):
+    """Tokens -> `LateGather`. Gradients between the functions are those of the tokens, in the form of whole tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], groups: str) -> LateGather:
+        tokens = _Tokens(x.detach(), dim, sizes, groups)
+        form = torch.empty(tokens.shape, dtype=x.dtype, device="meta")
+        return LateGather(tokens, form, partial(_same))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].tokens.values, None, None, None
+
+
+class _Derive(torch.autograd.Function):
+    """`LateGather`s -> one that is made of them. Apply: the arguments of the new one, and the others."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], *late: LateGather) -> LateGather:
+        ctx.forms = [x.form for x in late]
+        return LateGather(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        given = grads[0].tokens  # of all tokens: only one of the tensors passes it on
+        return None, _gradient(ctx.forms[0], given, given.values), *[None] * (len(ctx.forms) - 1)
+
+
+class _Leave(torch.autograd.Function):
+    """`LateGather` -> tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LateGather) -> Tensor:
+        ctx.form, ctx.tokens = x.form, x.tokens
+        return x.tokens.values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gradient(ctx.form, ctx.tokens, grads[0])
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
