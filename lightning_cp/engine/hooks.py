@@ -23,7 +23,7 @@ from lightning_cp.engine.rules.paths import is_compiled
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.missing_split import missing_split
-from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, shard_before_checkpoint
 from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.nest import named_leaves, tensors
@@ -172,7 +172,10 @@ class ModelHook(EngineHook):
         session = self.session
 
         def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(Replay(session, session.call, SCOPE.current, block), *args, **kwargs)
+            split = shard_before_checkpoint(block, args, kwargs, session.current())
+            replay = Replay(session, session.call, SCOPE.current, block, is_split=split is not None)
+            args, kwargs = (args, kwargs) if split is None else split
+            return original(replay, *args, **kwargs)
 
         return checkpoint
 

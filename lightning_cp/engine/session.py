@@ -45,6 +45,8 @@ class Call:
             the shard, and the shard's version.
         unplanned: shapes of that block's tensor arguments that the plan does not mention, for errors.
         evaluation: the evaluation that this forward belongs to, if the model is computed in patches.
+        shares_shards: shards are kept in `shards` in training, too.
+        split_block: block that is called next, with arguments that are split already.
     """
 
     groups: MeshGroups
@@ -62,6 +64,8 @@ class Call:
     block: str = ""
     shards: dict[Hashable, tuple[weakref.ref[Tensor], int, Tensor, int]] = field(default_factory=dict, repr=False)
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shares_shards: bool = False
+    split_block: object = None
 
     @property
     def lengths(self) -> dict[str, int]:

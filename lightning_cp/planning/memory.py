@@ -45,7 +45,9 @@ class StorageTracker:
         self._watched: set[int] = set()
 
     def add(self, x: Tensor, category: str | None = None) -> None:
-        """Count the storage of a tensor, unless it is counted already."""
+        """Count the storage of a tensor, unless it is counted already, or on the meta device."""
+        if x.is_meta:
+            return
         storage = x.untyped_storage()
         key = address_of(storage)
         if key in self._live:

@@ -25,17 +25,23 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 class Replay(EngineHook):
     """Function (a block, for example) passed to a checkpoint function. It runs as in its forward, also in backward.
 
-    Attributes: call: the forward. scope: in which the function is called.
+    Attributes:
+        call: the forward.
+        scope: in which the function is called.
+        is_split: the function is a block whose arguments are split already.
     """
 
     session: Session
     call: Call | None
     scope: Scope | None
     function: Callable[..., Any]
+    is_split: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before, self.session.call = self.session.call, self.call
         outside, SCOPE.current = SCOPE.current, self.scope
+        if self.is_split and self.call is not None:
+            self.call.split_block = self.function
         try:
             return self.function(*args, **kwargs)
         finally:

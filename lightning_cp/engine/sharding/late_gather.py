@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.torch_names import make_wrapper_subclass
+from lightning_cp.compat.torch_names import make_wrapper_subclass, without_dispatch_modes
 from lightning_cp.engine.session import Session
 from lightning_cp.mesh.groups import groups_by_name
 from lightning_cp.nest import of_type, replace
@@ -240,7 +240,7 @@ _NOTED: set[str] = set()
 
 def _cut(output: LateGather, x: Tensor) -> Tensor:
     """Return the elements of `x`, which is like `output`, at the places of this rank's tokens; 0 for dropped tokens."""
-    with torch.enable_grad():  # moving values is linear, and its adjoint moves them back
+    with torch.inference_mode(False), torch.enable_grad():  # moving values is linear, and its adjoint moves them back
         start = torch.zeros((), dtype=x.dtype, device=x.device).expand(output.tokens.shape).requires_grad_()
         (moved,) = torch.autograd.grad(output.moved(start), start, x.detach())
     return output.tokens.cut(moved)
@@ -256,15 +256,15 @@ def _is_by_sample(output: LateGather) -> bool:
     if key not in _BY_SAMPLE:
         if len(_BY_SAMPLE) >= 256:
             _BY_SAMPLE.clear()
-        with torch.enable_grad(), torch.device("cpu"):
+        with without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
             start = torch.zeros(()).expand(shape).requires_grad_()
             moved = output.moved(start)
             samples = torch.arange(1.0, len(moved) + 1).view(-1, *[1] * (moved.ndim - 1)).expand_as(moved)
             (count,) = torch.autograd.grad(moved, start, torch.ones(()).expand_as(moved), retain_graph=True)
             (sample,) = torch.autograd.grad(moved, start, samples)
-        rows = torch.arange(1.0, shape[0] + 1, device="cpu").view(-1, *[1] * (len(shape) - 1))
-        fits = shape[0] == len(moved) and output.tokens.dim > 0
-        _BY_SAMPLE[key] = fits and bool((count <= 1).all()) and bool((sample == count * rows).all())
+            rows = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
+            fits = shape[0] == len(moved) and output.tokens.dim > 0
+            _BY_SAMPLE[key] = fits and bool((count <= 1).all()) and bool((sample == count * rows).all())
     return _BY_SAMPLE[key]
 
 

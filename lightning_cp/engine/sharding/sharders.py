@@ -14,13 +14,14 @@ from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
-from lightning_cp.engine.session import Session
+from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.late_gather import keep_shards
 from lightning_cp.engine.sharding.lengths import find_sizes
 from lightning_cp.engine.sharding.missing_split import unplanned_shapes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
 from lightning_cp.errors import ShapeError
-from lightning_cp.plans import Spec, Split
+from lightning_cp.nest import of_type
+from lightning_cp.plans import Kept, Spec, Split
 
 
 @dataclass(eq=False)
@@ -35,6 +36,9 @@ class ArgumentHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positional, named = list(args), dict(kwargs)
+        if not torch.compiler.is_compiling() and self.session.current().split_block is module:
+            self.session.current().split_block = None
+            return args, kwargs
         if not torch.compiler.is_compiling() and not self.session.succeeded:  # traced reads become guards
             call = self.session.current()
             call.block = self.name
@@ -127,3 +131,24 @@ def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if isinstance(owner, ArgumentHook):
             args, kwargs = owner.before(module, args, kwargs)
     return args, kwargs
+
+
+def shard_before_checkpoint(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+) -> tuple[Any, dict[str, Any]] | None:
+    """Split the arguments of a block whose checkpoint keeps them for backward, so that it keeps this rank's tokens.
+
+    Blocks that get the same tensor, of positions for example, share its shard.
+
+    Returns: the arguments to call the block with; None: the block must split them itself.
+    """
+    hooks = [getattr(hook, "__self__", None) for hook in getattr(block, "_forward_pre_hooks", {}).values()]
+    rules = [hook.rule for hook in hooks if isinstance(hook, ArgumentHook)]
+    kept = any(True for rule in rules for spec in rule.specs.values() for _ in of_type(Kept, spec))
+    if not rules or kept or call.split_block is not None:
+        return None
+    call.shares_shards = True
+    try:
+        return shard_arguments(block, args, kwargs)
+    finally:
+        call.shares_shards = False

@@ -102,11 +102,14 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
     """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
 
-    Not with gradients: a recomputation in backward, which starts anew, must repeat the operations of the forward.
+    Not with gradients, but for `shard_before_checkpoint`: a recomputation in backward, which starts anew, must repeat
+    the operations of the forward.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    call = session.current()
+    is_training = torch.is_grad_enabled() and not call.shares_shards
+    if is_training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
-    shards, key = session.current().shards, (id(x), id(spec))
+    shards, key = call.shards, (id(x), id(spec), torch.is_grad_enabled())
     whole, version, cached, its_version = shards.get(key, _NONE)
     if cached is not None and whole() is x and (version, its_version) == (version_of(x), cached._version):
         shard: Tensor = cached
