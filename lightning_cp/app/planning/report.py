@@ -106,7 +106,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "calibrated": request.device.is_calibrated,
         "reason": plan.reason,
         "overrides": None if plan.best is None else overrides_of(plan.best.layout, request.task, request.batch_size),
-        "within_15_percent": plan.equal,
+        "equal": plan.equal,
         "choices": [_choice(x, plan) for x in plan.choices],
         "excluded": [
             {"layout": asdict(x.layout), "reason": x.reason, "needs_gb": x.needs_bytes / GB or None}
