@@ -100,9 +100,11 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
     """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
 
-    Not with gradients: a recomputation in backward, which starts anew, must repeat the operations of the forward.
+    Not with gradients: a recomputation in backward, which starts anew, must repeat the operations of the forward. Not
+    with one shard: the tokens of every block would be kept until the end of the forward.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    is_one = session.current().num_shards == 1
+    if is_one or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
     shards, key = session.current().shards, (id(x), id(spec))
     whole, version, cached, its_version = shards.get(key, _NONE)
