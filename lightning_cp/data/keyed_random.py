@@ -28,6 +28,7 @@ class RandomStream(IntEnum):
     BATCHES = 10
     EXPERT = 11
     IMAGE_NOISE = 12
+    ROLLOUT = 13
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:

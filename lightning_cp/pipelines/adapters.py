@@ -15,14 +15,14 @@ from lightning_cp.undoable import Around, Undo, intercept_method
 
 def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the weights of adapters, without the layers that they adapt."""
-    return {x for layer in _adapted(module) for x in _own_parameters(layer)}
+    return {x for layer in adapted_layers(module) for x in _own_parameters(layer)}
 
 
 def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the state of the adapters of each component, for a comparison between ranks."""
     states = {}
     for name, component in components.items():
-        layers = list(_adapted(component)) if isinstance(component, nn.Module) else []
+        layers = list(adapted_layers(component)) if isinstance(component, nn.Module) else []
         if layers:
             states[f"adapters of {name}"] = " ".join(dict.fromkeys(_described(layer) for layer in layers))
     return states
@@ -110,7 +110,7 @@ def _fusing_shards(why: str, module: nn.Module) -> Around:
     """Wrap `fuse_lora`: refuse options and adapters that need whole weights. Raises: PlanError."""
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
+        layers = [layer for layer in adapted_layers(module) if isinstance(_base_weight(layer), DTensor)]
         if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
             raise _refusal(why, "safe_fusing=True would replace them: use safe_fusing=False")
         for layer in layers:
@@ -123,7 +123,7 @@ def _fusing_shards(why: str, module: nn.Module) -> Around:
 
 def _shard_deltas(module: nn.Module) -> None:
     """Make each adapted layer compute its LoRA delta as a DTensor, so that it can be merged into a shard."""
-    for layer in _adapted(module):
+    for layer in adapted_layers(module):
         if isinstance(_base_weight(layer), DTensor) and "get_delta_weight" not in layer.__dict__:
             intercept_method(layer, "get_delta_weight", _sharded_like(layer))
 
@@ -142,7 +142,7 @@ def _refusal(why: str, reason: str) -> PlanError:
     return PlanError(f"{why}, and {reason}")
 
 
-def _adapted(module: nn.Module) -> Iterator[Any]:
+def adapted_layers(module: nn.Module) -> Iterator[Any]:
     """Yield the layers of peft, which wrap a layer of the model as `base_layer`."""
     return (layer for layer in module.modules() if "base_layer" in layer._modules and hasattr(layer, "active_adapters"))
 

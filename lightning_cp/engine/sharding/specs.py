@@ -103,11 +103,12 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
 
     Not with gradients, but for `shard_before_checkpoint`: a recomputation in backward, which starts anew, must repeat
-    the operations of the forward.
+    the operations of the forward. Not with one shard: the tokens of every block would be kept until the end of the
+    forward.
     """
     call = session.current()
-    is_training = torch.is_grad_enabled() and not call.shares_shards
-    if is_training or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    is_alone = call.num_shards == 1 or (torch.is_grad_enabled() and not call.shares_shards)
+    if is_alone or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
     shards, key = call.shards, (id(x), id(spec), torch.is_grad_enabled())
     whole, version, cached, its_version = shards.get(key, _NONE)

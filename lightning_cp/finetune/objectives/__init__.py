@@ -7,6 +7,8 @@ from lightning_cp.finetune.objectives.experts import ExpertFlowMatching
 from lightning_cp.finetune.objectives.flow import FlowMatching
 from lightning_cp.finetune.objectives.micro_batch import MicroBatch, micro_batches
 from lightning_cp.finetune.objectives.objective import Noised, Objective
+from lightning_cp.finetune.objectives.policy import SdeStep, gaussian_kl, group_advantages, policy_loss, sde_step
+from lightning_cp.finetune.objectives.reference import reference_policy
 
 __all__ = [
     "Density",
@@ -17,7 +19,13 @@ __all__ = [
     "MicroBatch",
     "Noised",
     "Objective",
+    "SdeStep",
     "Uniform",
+    "gaussian_kl",
+    "group_advantages",
     "micro_batches",
     "objective_for",
+    "policy_loss",
+    "reference_policy",
+    "sde_step",
 ]

@@ -1,0 +1,132 @@
+"""Losses on shards: values and gradients are those of the whole output, which is not gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm import shards
+from lightning_cp.engine.sharding import late_gather
+from lightning_cp.engine.sharding.late_gather import LateGather, sample_means
+from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
+from lightning_cp.finetune import LoraSettings, add_lora
+from tests.dist.lightning_ranks import fabric_of, whole
+from tests.harness import RankPool
+from tests.models.wan import wan
+
+TARGET = torch.randn(2, 4, 3, 6, 10, generator=torch.Generator().manual_seed(5))
+MASK = (torch.rand(2, 1, 3, 6, 10, generator=torch.Generator().manual_seed(6)) > 0.3).float()
+
+
+def _squared(predicted: Tensor, target: Tensor) -> Tensor:
+    return (predicted.to(target.dtype) - target).square()
+
+
+def _loss(model: nn.Module, dtype: torch.dtype, *, masked: bool) -> Tensor:
+    """The loss of two samples with different weights. Half of the channels pass through several functions."""
+    arguments = {
+        "hidden_states": torch.randn(2, 4, 3, 6, 10, generator=torch.Generator().manual_seed(2)).to(dtype),
+        "encoder_hidden_states": torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(3)).to(dtype),
+        "timestep": torch.tensor([4, 700]),
+    }
+    output = -2 * model(**arguments, return_dict=False)[0].transpose(2, 3)
+    output = torch.stack(list(output.to(dtype).unbind(0))).transpose(2, 3)
+    target, mask = TARGET.to(dtype), MASK.to(dtype) if masked else None
+    losses = sample_means(_squared, output, target, mask) + 0.1 * sample_means(_absolute, output, target)
+    return (losses * torch.tensor([1.0, 3.0], dtype=dtype)).sum()
+
+
+def _absolute(predicted: Tensor, target: Tensor) -> Tensor:
+    return (predicted - target).abs()
+
+
+def _train(rank: int, world: int, kind: str, ring: int, ulysses: int, lora: bool) -> tuple[float, float, set[int]]:
+    """Relative errors of loss and gradients, and the dims along which outputs were gathered."""
+    sharded = kind == "cp_fsdp"
+    dtype = torch.float32 if sharded else torch.float64
+    model: Any = wan().build().to(dtype)
+    if lora:
+        add_lora(model, LoraSettings(rank=2))
+    expected_loss = _loss(model, dtype, masked=True)
+    expected_loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    model.enable_gradient_checkpointing()
+    strategy: Any = (ContextParallelFSDPStrategy if sharded else ContextParallelStrategy)(ring=ring, ulysses=ulysses)
+    fabric = fabric_of(rank, world, strategy, precision="32-true" if sharded else "64-true")
+    wrapped, _ = fabric.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    gathered: list[tuple[int, ...]] = []
+    original = shards.gather_shards
+
+    def recorded(x: Tensor, *arguments: Any) -> Tensor:
+        gathered.append(tuple(x.shape))
+        return original(x, *arguments)
+
+    with mock.patch.object(late_gather, "gather_shards", recorded):
+        with strategy.loss_on_shards():
+            loss = _loss(wrapped, dtype, masked=True)
+        fabric.backward(loss)
+    gradients = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+    error = float((gradients - expected).norm() / expected.norm())
+    return abs(float(loss) / float(expected_loss) - 1), error, {len(shape) for shape in gathered}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "ulysses", "lora"),
+    [
+        ("cp", 3, 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                *[("cp", 2, 1, False), ("cp", 4, 1, False), ("cp", 1, 2, False), ("cp", 2, 2, False)],
+                *[("cp", 2, 1, True), ("cp_fsdp", 2, 1, False), ("cp_fsdp", 3, 1, True), ("cp_fsdp", 1, 2, False)],
+            )
+        ),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_whole_output(
+    kind: str, ring: int, ulysses: int, lora: bool, run_ranks: RankPool
+) -> None:
+    for loss_error, error, dims in run_ranks(ring * ulysses, _train, kind, ring, ulysses, lora):
+        limit = 1e-5 if kind == "cp_fsdp" else 1e-12
+        assert loss_error < limit
+        assert error < limit
+        assert dims == {2}, "only the sums of the samples' losses are gathered"
+
+
+def _other_functions(rank: int, world: int) -> tuple[bool, str]:
+    model = wan().build().float()
+    strategy = ContextParallelStrategy(ring=world)
+    fabric = fabric_of(rank, world, strategy)
+    wrapped = fabric.setup(model)
+    arguments = {
+        "hidden_states": torch.randn(2, 4, 3, 6, 10, generator=torch.Generator().manual_seed(2)),
+        "encoder_hidden_states": torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(3)),
+        "timestep": torch.tensor([4, 700]),
+    }
+    expected = wrapped(**arguments, return_dict=False)[0]
+    with strategy.loss_on_shards():
+        output = wrapped(**arguments, return_dict=False)[0]
+    assert isinstance(output, LateGather)
+    assert output.shape == expected.shape
+    equal = torch.equal(output.square(), expected.square()) and torch.equal(output[:, :2] + 1, expected[:, :2] + 1)
+    equal = equal and not isinstance(wrapped(**arguments, return_dict=False)[0], LateGather)
+    with torch.inference_mode(), strategy.loss_on_shards():
+        output = wrapped(**arguments, return_dict=False)[0]
+        found = strategy.sample_means(_squared, output, TARGET, MASK)
+    equal = equal and torch.allclose(found, sample_means(_squared, expected, TARGET, MASK).detach(), rtol=1e-6)
+    try:
+        output.mul_(2)
+    except NotImplementedError as error:
+        return equal, str(error)
+    return equal, "no error"
+
+
+def test_other_functions_gather_the_output_first(run_ranks: RankPool) -> None:
+    for equal, message in run_ranks(2, _other_functions):
+        assert equal
+        assert "mul_ would change an output that is not gathered" in message

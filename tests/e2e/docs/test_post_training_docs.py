@@ -1,0 +1,57 @@
+"""The scripts of post_training.md run: the reward rises, with the same curve at every degree, and memory is counted."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recipe import ROOT
+from tests.harness import warm
+
+pytestmark = pytest.mark.full
+SCRIPTS = ROOT / "docs/post_training"
+
+
+def run(folder: Path, script: Path, *arguments: str) -> str:
+    """Run a script in a folder. Returns: its standard output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = warm.run([sys.executable, str(script), *arguments], cwd=folder, env=environment, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rewards(folder: Path, *arguments: str) -> list[float]:
+    """Train with rewards. Returns: those of each iteration."""
+    run(folder, SCRIPTS / "flow_grpo.py", "run=digits", *arguments)
+    with (folder / "rewards.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["difference"]) for row in rows] == [0.0] * len(rows), "a first ratio that is not 1"
+    return [float(row["reward"]) for row in rows]
+
+
+def test_flow_grpo_raises_the_reward_with_the_same_curve_at_every_degree(tmp_path: Path) -> None:
+    run(tmp_path, ROOT / "recipes/train.py", "max_steps=200", "hydra.run.dir=digits", "progress=false")
+    single = rewards(tmp_path)
+    assert sum(single[-3:]) / 3 >= single[0] + (1 - single[0]) / 2, single
+    for layout in (("devices=2", "ring=2"), ("devices=4", "ring=2")):
+        assert rewards(tmp_path, *layout, "iterations=10") == pytest.approx(single[:10], abs=1e-5)
+
+
+def test_the_memory_of_a_rollout_and_a_training_step_is_counted(tmp_path: Path) -> None:
+    printed = run(tmp_path, SCRIPTS / "memory.py", "model=wan_tiny", "frames=33")
+    rows = re.findall(r"^\| (\d) \| (\w+) \| (\S+) \(activations (\S+)\) \| (\S+) \(activations", printed, re.MULTILINE)
+    assert [(ring, weights) for ring, weights, *_ in rows] == [
+        *((ring, "replicated") for ring in "124"),
+        *((ring, "sharded") for ring in "24"),
+    ]
+
+
+def test_scripts_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in SCRIPTS.glob("*.py")}
+    assert {"flow_grpo.py", "memory.py"} <= lengths.keys()
+    assert all(length < 120 for length in lengths.values()), lengths
