@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar, cast
 from unittest import mock
 
@@ -30,6 +31,7 @@ def nothing_narrowed() -> Iterator[None]:
     """
     to = Tensor.to
 
+    @wraps(to)
     def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}

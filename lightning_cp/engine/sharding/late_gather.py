@@ -47,21 +47,11 @@ _MOVES = {
 _LIKE = {"view_as", "reshape_as"}
 _CASTS = {"to", "type_as", "float", "double", "half", "bfloat16"}
 _SCALINGS = {"neg", "negative", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"}
-_PROPERTIES = {
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_leaf",
-    "layout",
-    "grad_fn",
-    "is_cuda",
-    "is_meta",
-}
 _METADATA = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size", "is_floating_point"),
     *("is_complex", "is_contiguous", "is_inference", "get_device", "register_hook", "storage_offset"),
+    *("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn", "is_cuda", "is_meta"),
+    *("_base", "_version", "_backward_hooks", "grad"),
 }
 
 
@@ -129,7 +119,9 @@ class LateGather(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _METADATA or (name == "__get__" and func.__self__.__name__ in _PROPERTIES):
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
             raise NotImplementedError(
@@ -139,7 +131,7 @@ class LateGather(Tensor):
         result = _deferred(func, name, args, kwargs)
         if result is not None:
             return result
-        note_gather(func)
+        note_gather(name)
         args, kwargs = replace(LateGather, whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -227,9 +219,8 @@ def sample_means(
     return sums / torch.where(total > 0, total, 1.0)
 
 
-def note_gather(function: Any) -> None:
-    """Log, once, which function made a gather necessary."""
-    name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+def note_gather(name: str) -> None:
+    """Log, once, what made a gather necessary. Args: name: of a function."""
     if name not in _NOTED:
         _NOTED.add(name)
         _LOG.info("an output is gathered before its loss, because of %s", name)
@@ -366,13 +357,14 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], groups: str) -> LateGather:
+        ctx.set_materialize_grads(False)
         tokens = _Tokens(x.detach(), dim, sizes, groups)
         form = torch.empty(tokens.shape, dtype=x.dtype, device="meta")
         return LateGather(tokens, form, partial(_same))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].tokens.values, None, None, None
+        return None if grads[0] is None else grads[0].tokens.values, None, None, None
 
 
 class _Derive(torch.autograd.Function):
@@ -380,13 +372,17 @@ class _Derive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *late: LateGather) -> LateGather:
+        ctx.set_materialize_grads(False)  # only one of the tensors passes on a gradient, which is of all tokens
         ctx.forms = [x.form for x in late]
         return LateGather(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = grads[0].tokens  # of all tokens: only one of the tensors passes it on
-        return None, _gradient(ctx.forms[0], given, given.values), *[None] * (len(ctx.forms) - 1)
+        rest = [None] * (len(ctx.forms) - 1)
+        if grads[0] is None:
+            return None, None, *rest
+        given = grads[0].tokens
+        return None, _gradient(ctx.forms[0], given, given.values), *rest
 
 
 class _Leave(torch.autograd.Function):
@@ -394,12 +390,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: LateGather) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.form, ctx.tokens = x.form, x.tokens
         return x.tokens.values.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _gradient(ctx.form, ctx.tokens, grads[0])
+        return None if grads[0] is None else _gradient(ctx.form, ctx.tokens, grads[0])
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from lightning_cp.engine.sharding import late_gather
 from lightning_cp.engine.sharding.late_gather import LateGather, sample_means
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune import LoraSettings, add_lora
+from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, whole
 from tests.harness import RankPool
 from tests.models.wan import wan
@@ -48,6 +50,18 @@ def _train(rank: int, world: int, kind: str, ring: int, ulysses: int, lora: bool
     """Relative errors of loss and gradients, and the dims along which outputs were gathered."""
     sharded = kind == "cp_fsdp"
     dtype = torch.float32 if sharded else torch.float64
+    torch.set_default_dtype(dtype)  # Fabric returns outputs in it
+    try:
+        with nullcontext() if sharded else nothing_narrowed():
+            return _compare(rank, world, kind, dtype, ring, ulysses, lora)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compare(
+    rank: int, world: int, kind: str, dtype: torch.dtype, ring: int, ulysses: int, lora: bool
+) -> tuple[float, float, set[int]]:
+    sharded = kind == "cp_fsdp"
     model: Any = wan().build().to(dtype)
     if lora:
         add_lora(model, LoraSettings(rank=2))
@@ -72,7 +86,11 @@ def _train(rank: int, world: int, kind: str, ring: int, ulysses: int, lora: bool
         fabric.backward(loss)
     gradients = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
     error = float((gradients - expected).norm() / expected.norm())
-    return abs(float(loss) / float(expected_loss) - 1), error, {len(shape) for shape in gathered}
+    return (
+        abs(float(loss) / float(expected_loss) - 1),
+        error,
+        {len(shape) for shape in gathered},
+    )
 
 
 @pytest.mark.parametrize(
