@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_cp.attention.sparse import SparseMask
     from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
+    from lightning_cp.engine.offload import OffloadCheckpoint
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
     from lightning_cp.pipelines import parallelize_pipeline, unparallelize_pipeline
 
@@ -21,6 +22,7 @@ __all__ = [
     "ContextParallelInput",
     "ContextParallelOutput",
     "KeyCache",
+    "OffloadCheckpoint",
     "ParallelConfig",
     "SparseMask",
     "apply_context_parallel",
@@ -40,6 +42,7 @@ _HOMES = {
     "KeyCache": "lightning_cp.attention.key_cache",
     "SparseMask": "lightning_cp.attention.sparse",
     "context_parallel_attention": "lightning_cp.attention",
+    "OffloadCheckpoint": "lightning_cp.engine.offload",
     "apply_context_parallel": "lightning_cp.engine",
     "check_plan": "lightning_cp.engine",
     "parallelize_pipeline": "lightning_cp.pipelines",

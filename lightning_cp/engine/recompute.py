@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: backward recomputes a block without its attention and its collectives."""
+"""Kinds of activation checkpointing, and the selective one: backward recomputes no attention and no collectives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import lightning_cp.attention.operator
 import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
 from lightning_cp.compat.compiler_options import compile_blocks_whole
+from lightning_cp.engine.offload import OffloadCheckpoint
 
 _OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
 
@@ -36,3 +37,14 @@ def selective_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
     """
     compile_blocks_whole()
     return checkpoint(function, *args, use_reentrant=False, context_fn=save_attention, **kwargs)
+
+
+def checkpoint_blocks(model: Any, kind: str) -> None:
+    """Enable a kind of activation checkpointing of a diffusers model: none, full, selective or offload."""
+    functions: dict[str, Callable[[], Any]] = {
+        "full": lambda: None,  # diffusers' own
+        "selective": lambda: selective_checkpoint,
+        "offload": OffloadCheckpoint,
+    }
+    if kind != "none":
+        model.enable_gradient_checkpointing(gradient_checkpointing_func=functions[kind]())

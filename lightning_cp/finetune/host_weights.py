@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.comm.side_stream import SideStream
 from lightning_cp.comm.to_device import to_device
 
 _Place = tuple[nn.Module, str]  # a module and the name of its weight
@@ -33,7 +34,7 @@ class HostWeights:
         self._owner, self._units, self._ahead = owner, list(units), ahead
         self._host: dict[int, list[tuple[_Place, nn.Parameter]]] = {}  # weights in host memory, by unit with copies
         self._ready: dict[int, Any] = {}  # event after the copies of a unit
-        self._stream: Any = None
+        self._side: SideStream | None = None
         self.current: int | None = None  # unit that runs
         for i, unit in enumerate(self._units):
             unit.register_forward_pre_hook(partial(self._fetch, i), prepend=True)
@@ -71,46 +72,31 @@ class HostWeights:
         device = next((x.device for x in self._owner.parameters() if x.requires_grad), None)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
         host = []
-        side = self._side_stream(device)
+        if self._ahead and device is not None:
+            self._side = self._side or SideStream(device)
+            self._side.follow()
         for module, key, x in list(_frozen(self._units[i])):
             if device is not None and (self._ahead or x.device != device):
                 if x not in copies:
                     copies[x] = nn.Parameter(self._copied(x, device), requires_grad=False)
                 host.append(((module, key), x))
                 module._parameters[key] = copies[x]
-        if side is not None:
-            self._ready[i] = side.record_event()
+        if self._side is not None:
+            self._ready[i] = self._side.record()
         self._host[i] = host
 
     def _copied(self, x: nn.Parameter, device: torch.device) -> Tensor:
-        if not self._ahead:
+        if self._side is None:
             return to_device(x.detach(), device)
-        if device.type != "cuda":
-            return x.detach().to(device, copy=True)
-        if not x.is_pinned():
+        if device.type == "cuda" and not x.is_pinned():
             x.data = x.data.pin_memory()  # once: copies from pinned memory do not wait for the host
-        # Allocated on the current stream, which uses it last: once it is freed, the next copy can use it at once,
-        # however far the host is ahead. Memory of the side stream could be reused only after the GPU has used it.
         copy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
-        with torch.cuda.stream(self._stream):
-            return copy.copy_(x.detach(), non_blocking=True)
-
-    def _side_stream(self, device: torch.device | None) -> Any:
-        """Return the stream for copies to a GPU, which run beside the next kernels of the current stream.
-
-        It waits for the kernels before them: these may use the memory that the copies get.
-        """
-        if not self._ahead or device is None or device.type != "cuda":
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return self._stream
+        return self._side.copy(copy, x.detach())
 
     def _wait(self, i: int) -> None:
         """Let the current stream wait for the copies of a unit, if it has not yet."""
-        if i in self._ready:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._ready.pop(i))
+        if self._side is not None and i in self._ready:
+            self._side.wait(self._ready.pop(i))
 
     def _free(self, i: int) -> None:
         self._wait(i)  # before other kernels get the memory

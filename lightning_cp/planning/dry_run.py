@@ -17,7 +17,7 @@ from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import CPU, DeviceProfile, assuming
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
-from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.engine.recompute import checkpoint_blocks
 from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import of_type, replace
@@ -111,10 +111,7 @@ def _on_meta(
     model.train()
     if lora is not None:
         add_lora(model, lora)
-    if layout.checkpointing == "full":
-        model.enable_gradient_checkpointing()
-    if layout.checkpointing == "selective":
-        model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+    checkpoint_blocks(model, layout.checkpointing)
     return model  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,9 @@
-"""Peak of this process's host memory."""
+"""This process's host memory, and its peak."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 from pathlib import Path
 
@@ -33,6 +35,13 @@ class MemoryPeak:
             anonymous, resident = _held()
             self.anonymous = max(self.anonymous, anonymous - self._start[0])
             self.resident = max(self.resident, resident - self._start[1])
+
+
+def settled_bytes() -> int:
+    """Return the resident memory, without garbage and without what the C library keeps for later."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _held()[1]
 
 
 def _held() -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.engine.recompute import checkpoint_blocks
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
@@ -57,10 +57,7 @@ def _training_step(
     model.train()
     if request.lora is not None:
         add_lora(model, request.lora)
-    if layout.checkpointing == "full":
-        model.enable_gradient_checkpointing()
-    if layout.checkpointing == "selective":
-        model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+    checkpoint_blocks(model, layout.checkpointing)
     settings = StepSettings(autocast=request.autocast)
     fabric = Fabric(
         accelerator=device.type,

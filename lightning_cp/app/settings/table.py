@@ -45,7 +45,7 @@ SETTINGS = (
     Setting("rotate_method", OneOf(ROTATE_METHODS)),
     Setting("kernel", OneOf(KERNEL_NAMES)),
     Setting("precision", OneOf(PRECISIONS)),
-    Setting("activation_checkpointing", OneOf(("none", "full", "selective"))),
+    Setting("activation_checkpointing", OneOf(("none", "full", "selective", "offload"))),
     Setting("accelerator", OneOf(ACCELERATORS)),
     Setting("devices", Either(_AUTO, Integer(1))),
     Setting("num_nodes", Either(_AUTO, Integer(1))),

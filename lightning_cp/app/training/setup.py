@@ -28,7 +28,7 @@ from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.data.workers import seeds_of_loader
-from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.engine.recompute import checkpoint_blocks
 from lightning_cp.finetune.divided_data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
@@ -105,10 +105,7 @@ class TrainingSetup(ABC):
 
     def checkpointed(self, transformer: Any) -> None:
         """Enable the activation checkpointing of the settings."""
-        if self.config.activation_checkpointing == "full":
-            transformer.enable_gradient_checkpointing()
-        if self.config.activation_checkpointing == "selective":
-            transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+        checkpoint_blocks(transformer, self.config.activation_checkpointing)
 
     def optimizer(self, trained: list[nn.Parameter]) -> Optimizer:
         """Build the optimizer of the parameters that are trained."""

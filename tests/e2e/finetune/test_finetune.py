@@ -149,6 +149,7 @@ OPTIONS = {  # with the largest relative difference of losses between three rank
     "model.dtype=bfloat16": 1e-2,
     "activation_checkpointing=full": 1e-4,
     "activation_checkpointing=selective": 1e-4,
+    "activation_checkpointing=offload": 1e-4,
     "model.compile=true": 1e-4,
     "model.quantize=int8": 1e-4,
     "model.quantize=nf4": 1e-4,
