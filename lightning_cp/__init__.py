@@ -9,6 +9,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig
 
 if TYPE_CHECKING:
     from lightning_cp.attention import context_parallel_attention
+    from lightning_cp.attention.key_cache import KeyCache
     from lightning_cp.attention.sparse import SparseMask
     from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
@@ -19,6 +20,7 @@ __all__ = [
     "ContextParallelConfig",
     "ContextParallelInput",
     "ContextParallelOutput",
+    "KeyCache",
     "ParallelConfig",
     "SparseMask",
     "apply_context_parallel",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "ContextParallelInput": "lightning_cp.compat.diffusers_names",
     "ContextParallelOutput": "lightning_cp.compat.diffusers_names",
+    "KeyCache": "lightning_cp.attention.key_cache",
     "SparseMask": "lightning_cp.attention.sparse",
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",

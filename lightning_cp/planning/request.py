@@ -85,6 +85,8 @@ class Choice:
         sample_s: seconds per sample and step: of all ranks together (training), or of one sample (sampling).
         peak: bytes at the peak of memory, by category.
         sent: bytes that a rank sends, by communicator.
+        measured_s: seconds of a real step; None: not measured.
+        failure: why it could not be measured; "" if it could, or was not.
     """
 
     layout: Layout
@@ -93,6 +95,8 @@ class Choice:
     peak: dict[str, int]
     flops: int
     sent: dict[str, int]
+    measured_s: float | None = None
+    failure: str = ""
 
     @property
     def peak_bytes(self) -> int:

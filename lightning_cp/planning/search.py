@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,11 +48,18 @@ def is_of_every_layout(error: ValueError) -> bool:
     return any(text in str(error) for text in ("cannot be traced", "no plan is registered"))
 
 
-def ranked(choices: Iterable[Choice]) -> tuple[tuple[Choice, ...], int]:
-    """Sort choices by time; those within 15 % of the fastest by simplicity. Returns: also the number of those."""
-    by_time = sorted(choices, key=lambda x: x.sample_s)
-    equal = [x for x in by_time if x.sample_s <= CLASS * by_time[0].sample_s]
-    equal.sort(key=lambda x: (simplicity(x.layout), x.sample_s))
+def predicted(request: Request, layout: Layout) -> Choice:
+    """Dry-run one layout, and compute its time. Raises: ValueError: see `dry_run`."""
+    return _Search(request).run(layout)
+
+
+def ranked(
+    choices: Iterable[Choice], *, within: float = CLASS, seconds: Callable[[Choice], float] = attrgetter("sample_s")
+) -> tuple[tuple[Choice, ...], int]:
+    """Sort choices by time; those within a factor of the fastest by simplicity. Returns: also the number of those."""
+    by_time = sorted(choices, key=seconds)
+    equal = [x for x in by_time if seconds(x) <= within * seconds(by_time[0])]
+    equal.sort(key=lambda x: (simplicity(x.layout), seconds(x)))
     return (*equal, *by_time[len(equal) :]), len(equal)
 
 

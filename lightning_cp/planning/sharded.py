@@ -18,9 +18,9 @@ from lightning_cp.planning.recorder import Recorder
 from lightning_cp.strategies.fsdp_units import find_fsdp_units
 
 
-def weights_mesh() -> DeviceMesh:
+def weights_mesh(device_type: str = "cpu") -> DeviceMesh:
     """Return a mesh of all ranks. Call it where tensors have storage."""
-    return DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("shard",))
+    return DeviceMesh(device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("shard",))
 
 
 def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh) -> None:

@@ -73,9 +73,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Kept:
-    """An argument that the engine reads; the block gets None in its place."""
+    """An argument that the engine reads. The block gets None in its place, unless it is `passed`."""
 
     name: str
+    passed: bool = False
 
 
 def split(
@@ -104,9 +105,9 @@ def rows(modality: str, dim: int = 0, per: str = "") -> Rows:
     return Rows(modality, dim, per)
 
 
-def kept(name: str) -> Kept:
-    """Short form of `Kept(name)`."""
-    return Kept(name)
+def kept(name: str, *, passed: bool = False) -> Kept:
+    """Short form of `Kept(name, passed)`."""
+    return Kept(name, passed)
 
 
 # A leaf describes one tensor or every tensor of a list. A tuple has an entry per element; a dict, for some of the keys.
@@ -132,6 +133,9 @@ class Attention:
         cached: keys of tokens of earlier forwards, which each rank has kept for its own shard, may be put before the
             keys. Ranks then exchange the number of keys, and there must be no mask. "block_causal": forwards without
             segments have kept keys of the tokens that preceded theirs, and may have a key mask over all of them.
+            The name of a kept argument, a `KeyCache` or None: attention takes the keys that this cache has, the number
+            of keys on each rank is known from it, and there may be a mask: a block mask over all keys in the order
+            of time, or what the cache's `query_mask` and `block_mask` return.
         form: "softmax"; "linear": attention without softmax (`engine/attention/linear.py`); "block_causal":
             `engine/attention/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
@@ -144,7 +148,7 @@ class Attention:
     keys: Modalities | None = None
     mask: Literal["given", "padded", "keys", "outer"] = "given"
     ragged: bool = False
-    cached: bool = False
+    cached: bool | str = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     replaces_processors: tuple[str, ...] = ()
     log_base: str = ""

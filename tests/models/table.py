@@ -30,6 +30,9 @@ The table is written by
 """
 
 
+_BY_CALL = "`cfg=2`, `pipe` or `patches`"  # ranks then make different calls, see `Plan.keeps_keys`
+
+
 @dataclass(frozen=True)
 class Measured:
     """One trial of one tiny model; errors as of `check_plan`."""
@@ -56,16 +59,23 @@ def write_table(file: Path, measured: Sequence[Measured]) -> None:
         cells = [_worst([x for x in rows if x.mode in modes]) for modes in _COLUMNS.values()]
         names = ", ".join(dict.fromkeys(x.name for x in rows))
         lines.append(f"| {kind} | {' | '.join(cells)} | {names} |")
-    lines += ["", "## Not supported", "", "These arguments of classes with a plan raise an error that names them:", ""]
+    lines += not_supported()
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def not_supported() -> list[str]:
+    """The lines of the page about what is not supported, which are not measured."""
+    lines = ["", "## Not supported", "", "These arguments of classes with a plan raise an error that names them:", ""]
     lines += ["| class | argument | why |", "|---|---|---|"]
     for kind, plan in sorted(REGISTERED.items()):
         lines += [f"| {kind} | `{name}` | {why} |" for name, why in plan.refused.items()]
+        lines += [f"| {kind} | `{name}` with {_BY_CALL} | {why} |" for name, why in plan.keeps_keys.items()]
         lines += [f"| {kind} | attention backend `{name}` | {why} |" for name, why in plan.refused_backends.items()]
     lines += ["", "These classes cannot have a plan. Data parallelism works with them.", ""]
     lines += ["| class | why |", "|---|---|"]
     lines += [f"| {name} | {why} |" for name, why in sorted(REFUSED.items())]
     lines += [f"| all of `{prefix.rstrip('.')}` | {why} |" for prefix, why in REFUSED_MODULES.items()]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return lines
 
 
 def _worst(rows: Sequence[Measured]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import REGISTERED
 from tests.models import FIRST, TINY
+from tests.models.table import not_supported
 
 _REFUSED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.refused]
 _REQUIRED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.required]
@@ -55,6 +57,11 @@ def test_an_argument_that_a_plan_refuses(kind: str, name: str) -> None:
         model(**{**arguments, **given})
     assert f"{name}=" in str(caught.value)
     assert REGISTERED[kind].refused[name] in str(caught.value)
+
+
+def test_the_page_says_what_is_refused_and_when() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert page.endswith("\n".join(["", *not_supported(), ""])), "write it with the command on the page"
 
 
 @pytest.mark.parametrize(("kind", "name"), _REQUIRED)

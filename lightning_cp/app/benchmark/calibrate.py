@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightning_cp.app.benchmark.measure import low_quartile, synchronize
 from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.launch.rendezvous import join_launcher
@@ -40,69 +40,92 @@ def calibrate(config: DictConfig) -> None:
 
 def measured_device(device: torch.device) -> Device:
     """Return the rates of this machine. Ranks: all, at the same time."""
-    is_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if is_gpu else torch.float32
-    n, tokens, heads = (8192, 16384, 24) if is_gpu else (1024, 1024, 4)
-
-    def seconds(step: Callable[[], object], repeats: int = 1) -> float:
-        return _seconds(step, device, repeats)
-
-    a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
-    products = 2 * n**3 / seconds(lambda: a @ b)
-    q, k, v = torch.randn(3, 1, heads, tokens, 128, dtype=dtype, device=device).unbind()
-    attention = 4 * heads * tokens**2 * 128 / seconds(lambda: scaled_dot_product_attention(q, k, v))
-    x = torch.randn((1 << 28) if is_gpu else (1 << 24), device=device)
-    memory = 3 * x.numel() * x.element_size() / seconds(lambda: torch.add(x, x))
-    small = torch.zeros(1, device=device)
-    kernel = seconds(lambda: small.add_(1), 200)
-    forward, backward = _host_seconds(device)
-    latency = _ring_seconds(small, device)
-    large = x[: (1 << 26) if is_gpu else (1 << 22)]
-    link = large.numel() * large.element_size() / max(_ring_seconds(large, device) - latency, 1e-9)
-    total = (
-        torch.cuda.get_device_properties(device).total_memory if is_gpu else _memory_bytes() // dist.get_world_size()
-    )
-    return Device(
-        machine_name(),
-        products / 1e12,
-        total / GB,
-        memory / GB,
-        link / GB,
-        link / GB,
-        node_ranks=max(dist.get_world_size(), 2),
-        matmul_share=1.0,
-        attention_share=attention / products,
-        call_us=1e6 * forward,
-        backward_call_us=1e6 * backward,
-        exchange_us=50.0 if is_gpu else 0.0,
-        kernel_us=1e6 * kernel if is_gpu else 0.0,
-        latency_us=1e6 * latency,
-        kind="cuda" if is_gpu else "cpu",
-        capability=torch.cuda.get_device_capability(device) if is_gpu else (9, 0),
-        source=MEASURED,
-    )
+    calibration = Calibration(device)
+    calibration.measure(_REPEATS)
+    return calibration.result()
 
 
-def _seconds(step: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median time of a step. Args: repeats: of the step in one measurement."""
-    times = []
-    for _ in range(_REPEATS + 2):
-        _synchronize(device)
-        started = time.perf_counter()
-        for _ in range(repeats):
+class Calibration:
+    """Measure the rates of a device, once or again between other measurements. Ranks: all, at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, is_gpu = device, device.type == "cuda"
+        dtype = torch.bfloat16 if is_gpu else torch.float32
+        rows, width, inner = (8192, 8192, 8192) if is_gpu else (1024, 2048, 512)
+        tokens, heads, head_dim = (16384, 24, 128) if is_gpu else (1024, 8, 64)
+        # The tensors of a step come from memory that was used before, and partly from a CPU's cache.
+        count, size = (1, 1 << 28) if is_gpu else (8, 1 << 20)
+        a, b = (
+            torch.randn(rows, inner, dtype=dtype, device=device),
+            torch.randn(inner, width, dtype=dtype, device=device),
+        )
+        q, k, v = torch.randn(3, 1, heads, tokens, head_dim, dtype=dtype, device=device).unbind()
+        tensors, small = torch.randn(count, size, device=device).unbind(), torch.zeros(1, device=device)
+        large = torch.zeros((1 << 26) if is_gpu else (1 << 18), device=device)
+        self._flops, self._attention_flops = 2 * rows * inner * width, 4 * heads * tokens**2 * head_dim
+        self._moved, self._sent = 3 * count * size * 4, large.numel() * 4
+        self._calls, forward, both = _small_block(device)
+        few = 1 if is_gpu else 5  # 0.1 seconds, in which ranks that share a core take turns
+        self._steps: dict[str, tuple[Callable[[], object], int]] = {
+            "products": (lambda: a @ b, few),
+            "attention": (lambda: scaled_dot_product_attention(q, k, v), few),
+            "memory": (lambda: [torch.add(x, x) for x in tensors], 2 * few),
+            "kernel": (lambda: small.add_(1), 200),
+            "forward": (forward, 100 * few),
+            "both": (both, 50 * few),
+            "latency": (_ring_exchange(small), 20 * few),
+            "link": (_ring_exchange(large), 5 * few),
+        }
+        self._times: dict[str, list[float]] = {name: [] for name in self._steps}
+        for step, _ in self._steps.values():
             step()
-        _synchronize(device)
-        times.append((time.perf_counter() - started) / repeats)
-    return statistics.median(times[2:])
+            step()
+
+    def measure(self, rounds: int) -> None:
+        """Measure each rate so many more times, in turn."""
+        for name, (step, repeats) in list(self._steps.items()) * rounds:
+            dist.barrier()
+            synchronize(self._device)
+            started = time.perf_counter()
+            for _ in range(repeats):
+                step()
+            synchronize(self._device)
+            self._times[name].append((time.perf_counter() - started) / repeats)
+
+    def result(self) -> Device:
+        """Return the device, from the low quartiles of what was measured."""
+        is_gpu, seconds = self._device.type == "cuda", {name: low_quartile(x) for name, x in self._times.items()}
+        products, attention = self._flops / seconds["products"], self._attention_flops / seconds["attention"]
+        link = self._sent / max(seconds["link"] - seconds["latency"], 1e-9)
+        ranks, (calls, all_calls) = dist.get_world_size(), self._calls
+        backward_s = max(seconds["both"] - seconds["forward"], 0.0)
+        total = torch.cuda.get_device_properties(self._device).total_memory if is_gpu else _memory_bytes() // ranks
+        return Device(
+            machine_name(),
+            products / 1e12,
+            total / GB,
+            self._moved / seconds["memory"] / GB,
+            link / GB,
+            link / GB,
+            node_ranks=max(ranks, 2),
+            matmul_share=1.0,
+            attention_share=attention / products,
+            call_us=1e6 * seconds["forward"] / calls,
+            backward_call_us=1e6 * backward_s / (all_calls - calls),
+            exchange_us=50.0 if is_gpu else 0.0,
+            kernel_us=1e6 * seconds["kernel"] if is_gpu else 0.0,
+            latency_us=1e6 * seconds["latency"],
+            kind="cuda" if is_gpu else "cpu",
+            capability=torch.cuda.get_device_capability(self._device) if is_gpu else (9, 0),
+            source=MEASURED,
+        )
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _small_block(device: torch.device) -> tuple[tuple[int, int], Callable[[], Tensor], Callable[[], None]]:
+    """Return work of the host with tensors that take no time.
 
-
-def _host_seconds(device: torch.device) -> tuple[float, float]:
-    """Return the host time of a call into PyTorch in forward and in backward, with tensors that take no time."""
+    Returns: the numbers of calls into PyTorch in a forward and in a forward with backward, and functions for both.
+    """
     block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(device)
     x = torch.randn(1, 4, 8, device=device)
 
@@ -118,14 +141,11 @@ def _host_seconds(device: torch.device) -> tuple[float, float]:
     def both() -> None:
         forward().sum().backward()  # type: ignore[no-untyped-call]
 
-    forward_s = _seconds(forward, device, 50)
-    calls, all_calls = calls_of(forward), calls_of(both)
-    backward_s = _seconds(both, device, 50) - forward_s
-    return forward_s / calls, max(backward_s, 0.0) / (all_calls - calls)
+    return (calls_of(forward), calls_of(both)), forward, both
 
 
-def _ring_seconds(x: Tensor, device: torch.device) -> float:
-    """Return the time in which each rank sends a tensor to the next one; with one rank, of a copy."""
+def _ring_exchange(x: Tensor) -> Callable[[], None]:
+    """Return a function in which each rank sends a tensor to the next one; with one rank, that copies it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(x)
 
@@ -140,7 +160,7 @@ def _ring_seconds(x: Tensor, device: torch.device) -> float:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    return _seconds(exchange, device, 1)
+    return exchange
 
 
 def _memory_bytes() -> int:

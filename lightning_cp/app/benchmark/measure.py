@@ -77,11 +77,11 @@ def measure_subjects(
     runnable = [subject for subject in subjects if subject.name in steps]
     waited: dict[str, list[float]] = {subject.name: [] for subject in runnable}
     started, count = time.perf_counter(), 0
-    while _decide_on_rank_zero(count < repeats or time.perf_counter() - started < seconds):
+    while decide_on_rank_zero(count < repeats or time.perf_counter() - started < seconds):
         for subject in runnable:
             before = STATS.waited_s
             elapsed = _time_step(subject, steps[subject.name], device)
-            figures_of[subject.name].times_s.append(_max_over_ranks([elapsed])[0] / subject.steps)
+            figures_of[subject.name].times_s.append(max_over_ranks([elapsed])[0] / subject.steps)
             waited[subject.name].append((STATS.waited_s - before) / max(elapsed, 1e-9))
         count += 1
     for subject in runnable:
@@ -90,7 +90,7 @@ def measure_subjects(
         peak, exposed = _trace_step(subject, steps[subject.name], device, path)
         counted = [float(x) for x in (peak, STATS.collectives - exchanges, STATS.sent_bytes - sent)]
         waiting = statistics.median(waited[subject.name]) if device.type == "cpu" else exposed
-        peak_, exchanges_, sent_, waited_ = _max_over_ranks([*counted, waiting])
+        peak_, exchanges_, sent_, waited_ = max_over_ranks([*counted, waiting])
         figures.peak_bytes = int(peak_)
         if exchanges_:
             figures.exchanges, figures.sent_bytes = int(exchanges_ / subject.steps), int(sent_ / subject.steps)
@@ -110,7 +110,7 @@ def _build(subject: Subject, device: torch.device) -> tuple[Callable[[], object]
     except Exception as error:  # any exception: the step may belong to another library
         message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     messages = gather_objects(message, dist.group.WORLD)
-    _synchronize(device)
+    synchronize(device)
     return step, next((x for x in messages if x), "")
 
 
@@ -124,7 +124,7 @@ def _time_step(subject: Subject, step: Callable[[], object], device: torch.devic
         torch.set_num_threads(subject.threads)
     started = time.perf_counter()
     step()
-    _synchronize(device)
+    synchronize(device)
     elapsed = time.perf_counter() - started
     torch.set_num_threads(threads)
     return elapsed
@@ -146,14 +146,20 @@ def _trace_step(
     return torch.cuda.max_memory_allocated(device) - before, trace.exposed
 
 
-def _decide_on_rank_zero(proceed: bool) -> bool:
+def low_quartile(times: Sequence[float]) -> float:
+    """Return the time below which a quarter of the times is: those that other load disturbed least."""
+    return sorted(times)[len(times) // 4]
+
+
+def decide_on_rank_zero(proceed: bool) -> bool:
     """Return rank 0's decision on every rank, so that all ranks stop together."""
     message = [proceed]
     dist.broadcast_object_list(message, src=0)
     return message[0]
 
 
-def _max_over_ranks(values: Sequence[float]) -> list[float]:
+def max_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over all ranks. Ranks: the whole world."""
     largest = torch.tensor(values, dtype=torch.float64)
     if cuda_backend_is("nccl"):
         largest = largest.cuda()
@@ -162,6 +168,7 @@ def _max_over_ranks(values: Sequence[float]) -> list[float]:
     return values_
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

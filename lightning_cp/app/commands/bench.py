@@ -26,7 +26,7 @@ from rich.console import Console
 from lightning_cp.app.runs.recipe import conf_dir
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
-from lightning_cp.launch import Job, LocalLauncher, Machine
+from lightning_cp.launch import Failure, Job, LocalLauncher, Machine
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
@@ -96,6 +96,10 @@ def check_benchmark(config: DictConfig) -> str:
     """Describe what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
         return check_stages(config)
+    if "validation" in config:
+        from lightning_cp.app.planning.validation import check_validation
+
+        return check_validation(config)
     unknown = [x for x in config.workloads if x not in WORKLOADS]
     if unknown or not config.workloads:
         return f"workloads={list(config.workloads)} is not valid: must be some of {', '.join(WORKLOADS)}"
@@ -190,6 +194,19 @@ def calibrate_device(config: DictConfig, folder: Path) -> None:
     print(f"use it with: python recipes/plan.py gpu={result} …")
 
 
+def validate_plans(config: DictConfig, folder: Path) -> None:
+    """Measure the configurations of bench=planning, and compare their times with the predicted ones."""
+    from lightning_cp.app.planning import validation
+
+    result = validation.validate(config, folder)
+    if isinstance(result, Failure):
+        print(f"error: {result.describe()}", file=sys.stderr)
+        sys.exit(result.exit_code)
+    written = validation.write(result, folder)
+    print(written[0].read_text(encoding="utf-8"))
+    print(", ".join(str(path) for path in written))
+
+
 def _real_workloads(config: DictConfig) -> list[str]:
     """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
     return [x for x in config.workloads if x not in ONE_PROCESS]
@@ -211,6 +228,9 @@ def main(config: DictConfig) -> None:
         return
     if "stages" in config:
         run_gpu_stages(config, folder)
+        return
+    if "validation" in config:
+        validate_plans(config, folder)
         return
     rows = []
     jobs = [(1, 0, ["sparse"])] if "sparse" in config.workloads else []

@@ -22,17 +22,25 @@ from lightning_cp.app.terminal import print_error, printable, rich_text
 
 def run(config: DictConfig, folder: Path) -> int:
     """Plan, print the result and write its files. Returns: the exit code."""
+    from lightning_cp.app.planning.measure import StoppedError, check_measure, measured
     from lightning_cp.app.planning.report import draw, notes, table, write_json
     from lightning_cp.planning.layouts import overrides_of
     from lightning_cp.planning.search import plan
 
     warnings.filterwarnings("ignore")  # from other packages
+    console = terminal.console(width=150)
     try:
-        found = plan(request_of(config))
+        request = request_of(config)
+        check_measure(config.measure, request)
+        found = plan(request)
+        if config.measure and found.choices:
+            found = measured(found, config.measure, config, folder, lambda line: console.print(rich_text(line)))
     except (ValueError, ImportError) as error:
         print_error(" ".join(str(error).split()))
         return 2
-    console = terminal.console(width=150)
+    except StoppedError as error:
+        print_error(str(error))
+        return error.exit_code
     if found.choices:
         console.print(table(found, config.rows))
     for line in notes(found):

@@ -41,6 +41,9 @@ def table(plan: Plan, rows: int) -> Table:
         "GB sent",
     ):
         shown.add_column(column, justify="left" if column in ("", "layout", "bound") else "right")
+    was_measured = any(x.measured_s is not None or x.failure for x in plan.choices)
+    if was_measured:
+        shown.add_column("measured, ms", justify="right")
     for number, choice in enumerate(plan.choices[:rows]):
         parts = choice.times.by_bound
         links = sum(value for name, value in parts.items() if name not in ("compute", "host"))
@@ -54,6 +57,7 @@ def table(plan: Plan, rows: int) -> Table:
             choice.times.bound,
             *shares,
             f"{sum(choice.sent.values()) / GB:.2f}",
+            *([_measured(choice)] if was_measured else []),
         )
     return shown
 
@@ -61,8 +65,12 @@ def table(plan: Plan, rows: int) -> Table:
 def notes(plan: Plan) -> list[str]:
     """Return the lines below the table: the rest, why layouts are excluded, and how far times can be believed."""
     device, lines = plan.request.device, []
-    if plan.equal > 1:
+    is_measured = plan.best is not None and plan.best.measured_s is not None
+    if plan.equal > 1 and is_measured:
+        lines.append("= within 5 % of the fastest measured: the simplest one is chosen")
+    elif plan.equal > 1:
         lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
+    lines += [f"{described(x.layout)} failed: {x.failure}" for x in plan.choices if x.failure]
     reasons = Counter(_kind(x.reason) for x in plan.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
     if not device.is_calibrated:
@@ -71,6 +79,12 @@ def notes(plan: Plan) -> list[str]:
             "them. To measure rates: python recipes/bench.py calibrate=true"
         )
     return lines
+
+
+def _measured(choice: Choice) -> str:
+    if choice.failure:
+        return "failed"
+    return "" if choice.measured_s is None else f"{1e3 * choice.measured_s:,.1f}"
 
 
 def _kind(reason: str) -> str:
@@ -92,7 +106,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "calibrated": request.device.is_calibrated,
         "reason": plan.reason,
         "overrides": None if plan.best is None else overrides_of(plan.best.layout, request.task, request.batch_size),
-        "within_15_percent": plan.equal,
+        "equal": plan.equal,
         "choices": [_choice(x, plan) for x in plan.choices],
         "excluded": [
             {"layout": asdict(x.layout), "reason": x.reason, "needs_gb": x.needs_bytes / GB or None}
@@ -106,6 +120,8 @@ def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
         "layout": asdict(choice.layout),
         "overrides": overrides_of(choice.layout, plan.request.task, plan.request.batch_size),
         "step_s": choice.times.seconds,
+        "measured_s": choice.measured_s,
+        "failure": choice.failure or None,
         "sample_s": choice.sample_s,
         "bound": choice.times.bound,
         "seconds_by_bound": choice.times.by_bound,

@@ -51,6 +51,10 @@ def handle_across(block_mask: Any, planned: PlannedSizes, sizes: Sizes) -> Tenso
         _check_alone(call, sizes)
         return handle_of(block_mask)
     fitting = [kind for kind in kinds if kind.keys != LOCAL and planned.sizes_of(kind, 0) == sizes]
+    cache = next((x for x in map(planned.cache_of, fitting) if x is not None), None)
+    if cache is not None:
+        in_rank_order = isinstance(block_mask, SparseMask) and block_mask.orders[1] is not None
+        return handle_of(block_mask) if in_rank_order else select(handle_of(block_mask), [], cache.places)
     places = [
         [_places(planned.session, kind, x) for x in (kind.queries, kind.queries if kind.keys is None else kind.keys)]
         for kind in fitting

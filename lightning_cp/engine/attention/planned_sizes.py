@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_cp.attention.key_cache import KeyCache
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.errors import PlanError, ShapeError
@@ -44,7 +45,7 @@ class PlannedSizes:
             if (queries, keys) == (sizes[0][rank], sizes[1][rank]):
                 self._check_distinct(kind, sizes, keys)
                 return None if kind.keys == LOCAL else sizes
-            if kind.cached and queries == sizes[0][rank] and keys > sizes[1][rank]:
+            if kind.cached is True and queries == sizes[0][rank] and keys > sizes[1][rank]:
                 return [], []  # every rank has kept keys of its own
             to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
             expected.append(f"{sizes[0][rank]} and {sizes[1][rank]} ({' + '.join(kind.queries)} to {to})")
@@ -64,7 +65,14 @@ class PlannedSizes:
         call = self.session.current()
         if kind.keys == LOCAL:
             return call.sizes(kind.queries), [keys] * call.groups.context_size
+        if (cache := self.cache_of(kind)) is not None:
+            return call.sizes(kind.queries), cache.kv_lengths
         return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+
+    def cache_of(self, kind: Attention) -> KeyCache | None:
+        """Return the cache with the keys of this attention; None: it has no cache, or the block got none."""
+        cache: KeyCache | None = self.session.current().kept.get(kind.cached) if isinstance(kind.cached, str) else None
+        return cache
 
     def split_kind(self, sizes: Sizes) -> Attention | None:
         """Return the first kind of attention over split keys that has these sizes."""

@@ -36,7 +36,7 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
     def one(x: Any, spec: Leaf, name: str) -> Any:
         if isinstance(spec, Kept):
             session.current().kept[spec.name] = x
-            return None
+            return x if spec.passed else None
         if isinstance(spec, Rows) and isinstance(x, Tensor):
             session.current().rows[spec.modality] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
             return x

@@ -76,7 +76,9 @@ def test_some_queries_have_their_rows_of_the_mask(places: tuple[int, int]) -> No
 def _planned(kinds: tuple[Attention, ...], evaluation: Any = None) -> Any:
     call = Call(SINGLE_RANK, mock.Mock(), evaluation, defined={"text": 4, "image": 5})
     session = SimpleNamespace(current=lambda: call, rules=SimpleNamespace(patches=None))
-    return SimpleNamespace(session=session, kinds=kinds, sizes_of=lambda kind, keys: ([9], [9]))
+    return SimpleNamespace(
+        session=session, kinds=kinds, sizes_of=lambda kind, keys: ([9], [9]), cache_of=lambda kind: None
+    )
 
 
 _ORDERS = (Attention(("text", "image")), Attention(("image", "text")))

@@ -68,6 +68,14 @@ def test_the_host_of_a_cpu_computes_too() -> None:
     assert time_step(_step(MM, MM, calls=2), replace(host, kind="cpu")).seconds == pytest.approx(4e-3)
 
 
+def test_on_a_cpu_transfers_do_not_overlap_with_compute() -> None:
+    step = _step(Start(1, "ring", SEND), MM, Wait(1))
+    assert time_step(step, DEVICE).seconds == pytest.approx(2e-3)
+    times = time_step(step, replace(DEVICE, kind="cpu"))
+    assert times.seconds == pytest.approx(3e-3)
+    assert times.by_bound == pytest.approx({"compute": 1e-3, "ring": 2e-3})
+
+
 def test_links_between_nodes_are_slower() -> None:
     for ring, seconds in ((2, 2e-3), (4, 20e-3)):  # a node has 4 ranks, a ring of 4 × 2 has 8
         step = _step(Start(1, "ring", SEND), Wait(1), layout=Layout(ring=ring, ulysses=2))

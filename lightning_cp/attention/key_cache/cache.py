@@ -1,0 +1,260 @@
+"""Keys and values of the chunks of a sequence that is generated chunk by chunk, sharded over the context group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.key_cache.chunks import Chunk, Chunks
+from lightning_cp.attention.key_cache.room import KeyRoom
+from lightning_cp.attention.sparse import SparseMask
+from lightning_cp.comm.shards import sizes_in
+from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.torch_names import in_backward
+from lightning_cp.config import ContextParallelConfig, context_config
+from lightning_cp.errors import ShapeError
+from lightning_cp.mesh.groups import SINGLE_RANK, groups_for
+
+# (positions of queries, positions of keys) -> True if the query attends to the key. Both are int64 and broadcast.
+Visible = Callable[[Tensor, Tensor], Tensor]
+
+
+class KeyCache:
+    """Keys and values of one attention layer for the chunks of a sequence: each rank keeps its shard of every chunk.
+
+    `append` adds the keys of a chunk. The attributes below then describe the keys to which this chunk attends, its own
+    included, and `attention_kwargs()` passes them to `context_parallel_attention`. Nothing is gathered or exchanged.
+
+    Args:
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'; None: one rank.
+        window: number of chunks to which a chunk attends, itself included; None: all. Older keys are dropped.
+        sinks: number of first chunks that are never dropped.
+        capacity: number of tokens, of all ranks together, for which room is made at the first chunk; 0: for the
+            window if there is one; otherwise room grows by doubling.
+        keep_grad: False: gradients flow to the keys of the current chunk only. True: also to those of all chunks since
+            `detach`, which are then concatenated in each call, in place of views of the room.
+        shares: weight of each rank of the context group, by which chunks are divided; None: equal.
+
+    Attributes:
+        key, value: [batch, keys_local, heads, head_dim]; without gradients a view of the room, valid until the next
+            `append`.
+        q_lengths, kv_lengths: number of tokens of the chunk, and of keys, on each rank, in rank order.
+    Raises: ValueError, TypeError: bad settings.
+    """
+
+    def __init__(
+        self,
+        parallel_config: object = None,
+        *,
+        window: int | None = None,
+        sinks: int = 0,
+        capacity: int = 0,
+        keep_grad: bool = False,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        for name, value, least in (("window", window, 1), ("sinks", sinks, 0), ("capacity", capacity, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+        self._config = ContextParallelConfig() if parallel_config is None else context_config(parallel_config)
+        self._groups = SINGLE_RANK if self._config.mesh_shape == (1, 1) else groups_for(self._config, shares)
+        self._shares = shares
+        self._window, self._sinks, self._capacity, self._keep_grad = window, sinks, capacity, keep_grad
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all chunks and their room, for another sample."""
+        self._chunks = Chunks(self._window, self._sinks)
+        self._with_grad: list[tuple[Tensor, Tensor]] = []  # of the last chunks, with `keep_grad`; the room has the rest
+        self._room: KeyRoom | None = None
+        self._kind: tuple[Any, ...] = ()
+        self._attended: list[Chunk] = []
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self._lengths: tuple[list[int], list[int]] = [], []
+
+    def append(self, key: Tensor, value: Tensor, *, chunk: int, tokens: int | Sequence[int]) -> None:
+        """Add this rank's keys and values of a chunk, and drop the chunks that have left the window.
+
+        A second call for the latest chunk replaces its keys, so that each denoising step may append them. In backward
+        (the recomputation of a checkpointed block) nothing is stored, and the attributes are those of the forward.
+
+        Args:
+            key, value: [batch, seq_local, heads, head_dim].
+            chunk: number of the chunk, from 0: the latest one or the next.
+            tokens: number of tokens of the chunk on all ranks together, which divide it as `strategy.shard` does; or a
+                list with the number of each rank.
+        Ranks: all of the context group append the same chunks. No communication.
+        Raises: ShapeError: another order of chunks, or other shapes, dtypes or devices than before.
+        """
+        uncompiled(self._append)(key, value, chunk, tokens)
+
+    def _append(self, key: Tensor, value: Tensor, chunk: int, tokens: int | Sequence[int]) -> None:
+        sizes = sizes_in(self._groups, tokens) if isinstance(tokens, int) else tuple(tokens)
+        self._check(key, value, sizes)
+        if in_backward():
+            current = self._chunks.again(chunk)
+            before = self._chunks.before(chunk)
+            self._show([*before, current], *self._joined(before, key, value))
+            return
+        current = Chunk(chunk, self._chunks.start_of(chunk), sizes)
+        for left in self._chunks.left_by(chunk):
+            self._drop(left)
+        before = [*self._chunks.kept]
+        if not self._keep_grad:
+            self._write(before, key, value)
+        if self._keep_grad or torch.is_grad_enabled():
+            self._show([*before, current], *self._joined(before, key, value))
+        else:
+            self._show([*before, current], *self._kept(key).read(self._local([*before, current])))
+        if self._keep_grad:
+            self._with_grad.append((key, value))
+        self._chunks.kept.append(current)
+
+    def detach(self) -> None:
+        """Stop gradients here: later chunks take the keys so far as constants. (Only needed with `keep_grad`.)"""
+        held, self._with_grad = self._with_grad, []
+        for i, (key, value) in enumerate(held, len(self._chunks.kept) - len(held)):
+            self._write(self._chunks.kept[:i], key, value)
+
+    @property
+    def key(self) -> Tensor:
+        return self._now()[0]
+
+    @property
+    def value(self) -> Tensor:
+        return self._now()[1]
+
+    @property
+    def q_lengths(self) -> list[int]:
+        self._now()
+        return self._lengths[0]
+
+    @property
+    def kv_lengths(self) -> list[int]:
+        self._now()
+        return self._lengths[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """Position in the sequence of each key of this rank, int64 [keys_local], on the device of the keys."""
+        device = self.key.device
+        return torch.cat([x.positions(self._groups.context_rank) for x in self._attended]).to(device)
+
+    @property
+    def all_positions(self) -> Tensor:
+        """Position of each key of all ranks, int64 [keys of all ranks], in rank order, on the host.
+
+        Each rank holds its shards of all chunks, so this is not the order of time.
+        """
+        self._now()
+        return torch.cat([x.positions(rank) for rank in range(self._groups.context_size) for x in self._attended])
+
+    @property
+    def places(self) -> list[int]:
+        """Places of the keys in the order of time, in rank order: ranges, each as its first place and its length."""
+        chunks, ranks = self._attended, range(self._groups.context_size)
+        starts = [0, *accumulate(sum(chunk.sizes) for chunk in chunks)]
+        pairs = [(start + sum(x.sizes[:rank]), x.sizes[rank]) for rank in ranks for start, x in zip(starts, chunks)]
+        return [number for pair in pairs for number in pair]
+
+    def attention_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `context_parallel_attention` other than the query, which holds the chunk's tokens."""
+        shares = {} if self._shares is None else {"shares": self._shares}
+        return {
+            "key": self.key,
+            "value": self.value,
+            "q_lengths": self.q_lengths,
+            "kv_lengths": self.kv_lengths,
+            "parallel_config": self._config,
+            **shares,
+        }
+
+    def query_mask(self, visible: Visible) -> Tensor:
+        """Return the mask of this rank's queries over the keys of all ranks, for `attn_mask`.
+
+        Args: visible: function of the positions of queries and keys in the sequence, with tensors that broadcast.
+        Returns: bool [1, 1, seq_local, keys of all ranks], with keys in rank order.
+        """
+        device = self.key.device
+        queries = self._attended[-1].positions(self._groups.context_rank)
+        return visible(queries[:, None].to(device), self.all_positions.to(device))[None, None]
+
+    def block_mask(self, visible: Visible, block_size: int = 128) -> SparseMask:
+        """Return the same mask for all queries of the chunk, for `block_mask`. Make it once for all layers and steps.
+
+        Args: visible: see `query_mask`. block_size: number of queries, and of keys in the order of time, in a block.
+        Returns: a mask with keys in rank order, the same on all ranks.
+        """
+        device, chunk = self.key.device, self._attended[-1]
+        in_time, order = self.all_positions.sort()
+        positions = in_time.to(device)
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return visible(chunk.start + q, positions[k])
+
+        lengths = sum(chunk.sizes), len(in_time)
+        mask = SparseMask.from_mask_mod(mask_mod, *lengths, block_size=block_size, device=device)
+        return mask.in_order(None, order.argsort())
+
+    def _now(self) -> tuple[Tensor, Tensor]:
+        if self._tensors is None:
+            raise ShapeError("this KeyCache is empty: append the keys of a chunk first")
+        return self._tensors
+
+    def _show(self, chunks: list[Chunk], key: Tensor, value: Tensor) -> None:
+        """Set what the attributes describe: the chunks to which the last of them attends, and their keys and values."""
+        self._attended, self._tensors = chunks, (key, value)
+        lengths = [sum(sizes) for sizes in zip(*(chunk.sizes for chunk in chunks), strict=True)]
+        self._lengths = list(chunks[-1].sizes), lengths
+
+    def _check(self, key: Tensor, value: Tensor, sizes: tuple[int, ...]) -> None:
+        groups, shapes = self._groups, f"key {tuple(key.shape)} and value {tuple(value.shape)}"
+        if key.ndim != 4 or key.shape != value.shape or key.dtype != value.dtype:
+            raise ShapeError(f"{shapes} must have one shape [batch, seq_local, heads, head_dim] and one dtype")
+        if len(sizes) != groups.context_size or key.shape[1] != sizes[groups.context_rank]:
+            raise ShapeError(
+                f"{shapes} have {key.shape[1]} tokens on rank {groups.context_rank}, but the {sum(sizes)} tokens of "
+                f"the chunk are divided as {list(sizes)} over ring={groups.context_shape[0]} x "
+                f"ulysses={groups.context_shape[1]}: pass the number of tokens of all ranks, and make the cache with "
+                "the parallel_config (and shares) of the model"
+            )
+        kind = key.shape[0], *key.shape[2:], key.dtype, key.device
+        if self._kind not in ((), kind):
+            raise ShapeError(
+                f"{shapes} on {key.device} in {key.dtype} differ in batch, heads, head_dim, dtype or device from the "
+                f"keys of this cache, {self._kind}: use another cache, or call reset() for another sample"
+            )
+        self._kind = kind
+
+    def _local(self, chunks: Sequence[Chunk]) -> int:
+        return sum(chunk.sizes[self._groups.context_rank] for chunk in chunks)
+
+    def _drop(self, chunk: Chunk) -> None:
+        kept, stored = self._chunks.kept, len(self._chunks.kept) - len(self._with_grad)
+        index = kept.index(chunk)
+        if index >= stored:
+            del self._with_grad[index - stored]
+        elif self._room is not None:
+            self._room.drop(self._local(kept[:index]), self._local([chunk]), self._local(kept[:stored]))
+        del kept[index]
+
+    def _kept(self, like: Tensor) -> KeyRoom:
+        if self._room is None:
+            given = sizes_in(self._groups, self._capacity)[self._groups.context_rank]
+            self._room = KeyRoom(like, given or like.shape[1] * (self._sinks + (self._window or 1)))
+        return self._room
+
+    def _write(self, before: Sequence[Chunk], key: Tensor, value: Tensor) -> None:
+        self._kept(key).write(self._local(before), key, value)
+
+    def _joined(self, before: Sequence[Chunk], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Concatenate the keys and values of earlier chunks and these: copies that autograd may save."""
+        if not before:
+            return key, value
+        stored = len(self._chunks.kept) - len(self._with_grad)
+        pairs = [self._kept(key).read(self._local(before[:stored])), *self._with_grad[: max(len(before) - stored, 0)]]
+        keys, values = zip(*pairs, (key, value), strict=True)
+        return torch.cat(keys, 1), torch.cat(values, 1)
