@@ -26,6 +26,7 @@ KERNEL_NAMES: tuple[str, ...] = (
     "math",
     "sage",
 )
+AUTO_TILES = "auto"  # of `mlp_tiles`
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
 _NOT_FOR_DIFFUSERS = (

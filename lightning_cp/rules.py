@@ -137,4 +137,5 @@ class Each(Rule):
         return f"a list of {self.count}, each {self.rule.describe()}"
 
 
+MLP_TILES = Either(OneOf((None, "auto")), Integer(1))  # number of tiles of a feed-forward
 STALL_S = Either(OneOf((None,)), Number(above=0, infinite=True))  # seconds until a stall is reported

@@ -18,6 +18,7 @@ from lightning_cp.engine.peers.comparison import PeerCheck, forwards_to_check
 from lightning_cp.engine.rules.compiling import compile_rules
 from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.tiles.feed_forwards import check_tiles
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh.groups import MeshGroups, groups_for
@@ -34,7 +35,12 @@ __all__ = [
 
 
 def apply_context_parallel(
-    module: nn.Module, parallel_config: object, plan: object = None, *, shares: Sequence[float] | None = None
+    module: nn.Module,
+    parallel_config: object,
+    plan: object = None,
+    *,
+    shares: Sequence[float] | None = None,
+    mlp_tiles: int | str | None = None,
 ) -> None:
     """Make `module` context-parallel: its forward takes and returns whole tensors on every rank.
 
@@ -48,6 +54,8 @@ def apply_context_parallel(
         plan: a `lightning_cp.plans.Plan`, or a dict in diffusers' `_cp_plan` format.
         shares: for unequal devices, a positive weight for each rank of the context group, in rank order: [2, 1] gives
             the first rank two thirds of the tokens (and of the heads, with Ulysses). None: equal.
+        mlp_tiles: number of tiles of tokens in which each feed-forward of a block is computed, to save memory; "auto":
+            as many as make a tile's widest tensor no larger than the feed-forward's input. None: one piece.
     Gradient: each rank computes the whole loss. Each parameter's gradient, averaged over the ranks of the context
         group, equals the gradient in one process. (DDP and FSDP average over all ranks.)
     Ranks: all of the context group, also in every later forward and backward.
@@ -57,7 +65,7 @@ def apply_context_parallel(
         TypeError: an argument has the wrong type.
         PeerMismatchError: the ranks of the context group were given different shares.
     """
-    parallelize(module, context_config(parallel_config), plan, shares=shares)
+    parallelize(module, context_config(parallel_config), plan, shares=shares, mlp_tiles=mlp_tiles)
 
 
 def parallelize(
@@ -68,6 +76,7 @@ def parallelize(
     kernel: str = "auto",
     check_peers: str = "sampled",
     shares: Sequence[float] | None = None,
+    mlp_tiles: int | str | None = None,
     groups: MeshGroups | None = None,
 ) -> Installed:
     """Make a module context-parallel: `apply_context_parallel` with more settings.
@@ -75,7 +84,7 @@ def parallelize(
     Args:
         kernel: name of the attention kernel.
         check_peers: forwards in which ranks compare their arguments; see `PeerCheck`.
-        shares: see `apply_context_parallel`.
+        shares, mlp_tiles: see `apply_context_parallel`.
         groups: ranks that share the tokens; None: the context group of `config`, with `shares`.
     Returns: the state of the parallel model.
     """
@@ -86,6 +95,7 @@ def parallelize(
     _check_untouched(module)
     check_kernel(kernel)
     forwards_to_check(check_peers)
+    check_tiles(mlp_tiles)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
         raise PlanError(no_plan_message(type(module)))
@@ -96,7 +106,7 @@ def parallelize(
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     compare_shares(groups)
-    installed = Installed(module, session, rules, plan)
+    installed = Installed(module, session, rules, plan, mlp_tiles)
     installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]

@@ -22,6 +22,8 @@ from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.halo import HaloHook
 from lightning_cp.engine.sharding.padding import PadHook
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.tiles.feed_forwards import tile_feed_forwards
+from lightning_cp.engine.tiles.forward import untile
 
 _ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
 _MARKED = "_parallel_config"
@@ -44,12 +46,21 @@ _NO_HELPERS = (
 )
 
 
-def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes, signature: Any) -> ModelHook:
+def install(
+    module: nn.Module,
+    rules: Rules,
+    session: Session,
+    *,
+    scopes: Scopes,
+    signature: Any,
+    mlp_tiles: int | str | None = None,
+) -> ModelHook:
     """Install `rules` on the modules inside `module`. If a step fails, `strip` undoes the steps before it.
 
     Args:
         scopes: scopes of the model. Reused by later installations, so that compiled blocks stay valid.
         signature: signature of the model's forward.
+        mlp_tiles: see `engine.apply.apply_context_parallel`.
     Returns: the `ModelHook` that runs the model's forward.
     """
     _install_processors(module, rules, session)
@@ -74,6 +85,8 @@ def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes
     for halo in rules.halos:
         halo_hook = HaloHook(session, halo)
         add_hooks(submodule(module, halo.path), before=halo_hook.before, after=halo_hook.after)
+    if mlp_tiles is not None:
+        tile_feed_forwards(module, rules, mlp_tiles)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
     return ModelHook(session, signature, rules, scopes.of_model(rules), checkpointing, padding, arguments, outputs)
@@ -83,6 +96,7 @@ def strip(modules: Iterable[nn.Module]) -> None:
     """Undo `install` on these modules, also on deep copies. The model's forward stays replaced."""
     for module in dict.fromkeys(modules):
         remove_hooks(module)
+        untile(module)
         processor: Any = getattr(module, "processor", None)
         original = original_processor(processor)
         if original is not processor:

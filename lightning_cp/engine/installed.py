@@ -44,13 +44,15 @@ class Installed(ForwardWrapper):
         caches: diffusers' step caches on the model.
     """
 
-    def __init__(self, module: nn.Module, session: Session, rules: Rules, plan: object) -> None:
+    def __init__(
+        self, module: nn.Module, session: Session, rules: Rules, plan: object, mlp_tiles: int | str | None
+    ) -> None:
         self.module, self.session, self.rules = module, session, rules
         register_session(session)
         self.caches = StepCaches(module, session)
         self.original: Function | None = None
         self._had_forward = False
-        self._plan = plan
+        self._plan, self._mlp_tiles = plan, mlp_tiles
         self.signature = inspect.signature(type(module).forward)
         self._scopes = Scopes(session, module)
         self._touched: list[nn.Module] = []
@@ -137,6 +139,7 @@ class Installed(ForwardWrapper):
             self.session,
             scopes=self._scopes,
             signature=self.signature,
+            mlp_tiles=self._mlp_tiles,
         )
         self.session.unchecked = {False, True}
         self._touched = list(self.module.modules())
@@ -216,7 +219,7 @@ class Installed(ForwardWrapper):
         module = memo.get(id(self.module))
         if module is None:  # a part of the model is copied
             return self
-        copied = Installed(module, self.session.of_copy(), self.rules, self._plan)
+        copied = Installed(module, self.session.of_copy(), self.rules, self._plan, self._mlp_tiles)
         memo[id(self)] = copied
         copied._had_forward = self._had_forward
         copied.original = copy.deepcopy(self.original, memo)

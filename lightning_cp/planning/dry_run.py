@@ -41,6 +41,7 @@ def dry_run(
     lora: LoraSettings | None = None,
     plan: object = None,
     kernel: str = "auto",
+    mlp_tiles: int | str | None = None,
     every_block: bool = False,
 ) -> Step:
     """Trace one step of one rank without devices, other ranks, or memory for weights.
@@ -56,7 +57,7 @@ def dry_run(
         device: the device to plan for.
         dtype: dtype of the weights.
         lora: adapters to train in place of the weights.
-        plan, kernel: see `engine.apply.parallelize`.
+        plan, kernel, mlp_tiles: see `engine.apply.parallelize`.
         every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others.
     Raises:
         ValueError: the degrees do not fit the model, the class has no plan, the forward reads values that a tensor does
@@ -74,7 +75,13 @@ def dry_run(
         try:
             with fake_tensors(allow_real=True), observing(Recorder({})):
                 _replace_tensors(model, _without_storage, _without_storage)
-                installed = parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
+                engine: dict[str, Any] = {
+                    "kernel": kernel,
+                    "check_peers": "off",
+                    "groups": groups,
+                    "mlp_tiles": mlp_tiles,
+                }
+                installed = parallelize(model, config, plan, **engine)
                 paths = blocks_of(installed)
                 if layout.sharded:
                     shard_weights(model, installed, mesh)
@@ -84,7 +91,7 @@ def dry_run(
                 else:
                     remove_context_parallel(model)
                     repeats = shorten(model, paths, margin=2 if layout.sharded else 1)
-                    parallelize(model, config, plan, kernel=kernel, check_peers="off", groups=groups)
+                    parallelize(model, config, plan, **engine)
                 placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=repeats)
         except Exception as error:

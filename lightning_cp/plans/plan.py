@@ -272,6 +272,8 @@ class Plan:
         batch: arguments that hold samples in an unusual way; None: there are none.
         packed: arguments of the model with one value for each token, if a row can hold several samples: a time, a
             position and a sample number for each token. Empty: a row holds one sample.
+        feed_forwards: paths in a block of your own modules that `mlp_tiles` computes in tiles: each token alone, from
+            one argument to one tensor. Feed-forwards of diffusers are found without it.
         variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
     """
 
@@ -296,6 +298,7 @@ class Plan:
     patches: Patches | None = None
     batch: Batch | None = None
     packed: tuple[str, ...] = ()
+    feed_forwards: tuple[str, ...] = ()
     variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)
 
     def variant_for(self, config: object) -> Plan | str:

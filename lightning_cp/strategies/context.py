@@ -120,7 +120,7 @@ class ContextParallel:
         selected = self.selected(module)
         if selected:
             self.initialized_groups()
-        settings = {name: getattr(self.settings, name) for name in ("kernel", "check_peers", "shares")}
+        settings = {name: getattr(self.settings, name) for name in ("kernel", "check_peers", "shares", "mlp_tiles")}
         installed = [
             installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
         ]

@@ -69,6 +69,8 @@ class ContextParallelMixin:
             up to 4,096 tokens on one rank each, and those of up to 32,768 on four; longer ones on ring x ulysses ranks.
             "auto": the planner chooses ring and ulysses. Rank 0 dry-runs them for the arguments in
             `example_input_array` of the LightningModule or of `example`, and sends its choice to all ranks.
+        mlp_tiles: number of tiles of tokens in which each feed-forward of a block is computed, to save memory; "auto":
+            as many as make a tile's widest tensor no larger than the feed-forward's input. None: one piece.
         timeout: timeout of collectives.
         start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
             DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
@@ -104,6 +106,7 @@ class ContextParallelMixin:
         stall_s: float | None = 60.0,
         shares: Sequence[float] | None = None,
         degrees: Mapping[int, int] | str | None = None,
+        mlp_tiles: int | str | None = None,
         timeout: timedelta = timedelta(minutes=5),
         start_method: str | None = None,
         whole_world: str | None = None,

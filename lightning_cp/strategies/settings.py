@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.mesh.degrees import check_degrees
 from lightning_cp.mesh.shares import check_shares
-from lightning_cp.rules import STALL_S, OneOf, Rule
+from lightning_cp.rules import MLP_TILES, STALL_S, OneOf, Rule
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ class StrategySettings:
     stall_s: float | None = _field(60.0, STALL_S)
     shares: Sequence[float] | None = None
     degrees: Mapping[int, int] | str | None = None
+    mlp_tiles: int | str | None = _field(None, MLP_TILES)
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)

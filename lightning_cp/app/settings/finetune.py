@@ -89,6 +89,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     _check_lists(config)
     _check_quantize(config)
     _check_offload(config)
+    _check_compile(config)
     check_prompts(config)
     check_transformers(config)
     samples = _check_data(config)
@@ -196,6 +197,15 @@ def _check_quantize(config: DictConfig) -> None:
                 f"model.quantize={quantize} does not work with strategy=cp_fsdp: {reason}, or use strategy=cp, which "
                 "keeps the weights whole on each rank"
             )
+
+
+def _check_compile(config: DictConfig) -> None:
+    tiles = read(config, "mlp_tiles", None)
+    if tiles is not None and read(config, "model.compile", False):
+        raise SettingsError(
+            f"mlp_tiles={tiles} does not work with model.compile=true, because tiles are computed outside of "
+            "compiled graphs: leave out one of them"
+        )
 
 
 def _check_offload(config: DictConfig) -> None:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.checkpoint import CHECKPOINT_FORMATS
 from lightning_cp.config import KERNEL_NAMES, ROTATE_METHODS
-from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
+from lightning_cp.rules import MLP_TILES, Each, Either, Integer, Number, OneOf, Rule, Text
 from lightning_cp.strategies.settings import setting_rules
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
@@ -46,6 +46,7 @@ SETTINGS = (
     Setting("kernel", OneOf(KERNEL_NAMES)),
     Setting("precision", OneOf(PRECISIONS)),
     Setting("activation_checkpointing", OneOf(("none", "full", "selective", "offload"))),
+    Setting("mlp_tiles", MLP_TILES),
     Setting("accelerator", OneOf(ACCELERATORS)),
     Setting("devices", Either(_AUTO, Integer(1))),
     Setting("num_nodes", Either(_AUTO, Integer(1))),

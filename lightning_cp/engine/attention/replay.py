@@ -53,7 +53,7 @@ def _recomputing_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(_in_scope(function), *args, **kwargs)
+        return original(in_scope(function), *args, **kwargs)
 
     return generator
 
@@ -64,7 +64,7 @@ def _recomputing_function(original: Any) -> Any:
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
-            return original.apply(_in_scope(function), *args)
+            return original.apply(in_scope(function), *args)
 
     return CheckpointFunction
 
@@ -76,7 +76,8 @@ RECOMPUTING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs in the scope and the `Call` of now, also in backward."""
     scope = SCOPE.get()
     return function if scope is None else Replay(scope.session, scope.session.call, scope, function)
 

@@ -83,6 +83,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         needed=plan.needed,
         leading=plan.leading,
         patches=plan.patches,
+        feed_forwards=plan.feed_forwards,
         unplanned=tuple(_unplanned(module, covered)),
         scopes=scopes,
         not_followed=tuple(path for path in attention if hides_processor(submodule(module, path))),

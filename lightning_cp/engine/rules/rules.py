@@ -61,6 +61,7 @@ class Rules:
         processor.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     patches: settings for computation in patches; None: the model does not support it.
+    feed_forwards: modules in the blocks that compute each token alone, in addition to those of diffusers.
     """
 
     arguments: tuple[Arguments, ...]
@@ -81,6 +82,7 @@ class Rules:
     not_followed: tuple[str, ...] = ()
     scopes: Mapping[str, AttentionSpecs] = field(default_factory=dict)
     patches: Patches | None = None
+    feed_forwards: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> frozenset[str]:

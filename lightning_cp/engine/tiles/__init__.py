@@ -1,0 +1,1 @@
+"""Compute the feed-forwards of blocks in tiles of tokens."""
