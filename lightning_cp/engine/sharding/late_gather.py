@@ -188,15 +188,18 @@ def sample_means(
     Args:
         error: returns the error of each element, from tensors like `output` and `target`, of any equal shapes.
         output: [b, ...].
-        target: like `output`.
+        target: like `output`. If it or the weight requires grad, the output is gathered.
         weight: weight of each element, broadcastable to `target`; None: 1. A sample with weight 0 everywhere has 0.
     Ranks: all of the context group, each with the whole target; each returns the whole mean. Gradient: of the whole
         mean, to be averaged over the ranks.
     """
     weights = None if weight is None else weight.to(target.dtype).expand_as(target)
-    if isinstance(output, LateGather) and not _is_by_sample(output):
-        note_gather("the order of its samples")
-        output = whole(output)
+    if isinstance(output, LateGather):
+        needs_grad = target.requires_grad or (weight is not None and weight.requires_grad)
+        reason = "the gradient of the target" if needs_grad else "the order of its samples"
+        if needs_grad or not _is_by_sample(output):
+            note_gather(reason)
+            output = whole(output)
     if not isinstance(output, LateGather):
         errors = error(output, target)
         if weights is None:
@@ -270,7 +273,7 @@ def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return _cast(first, cast.dtype) if cast.device == first.device else None
     if len(tensors) > len(late):
         return _move(func, late, args, kwargs) if name in _LIKE and len(late) == 1 else None
-    if name in _SCALINGS and len(args) <= 2 and not kwargs:
+    if name in _SCALINGS and len(late) == 1 and not kwargs and all(isinstance(x, (int, float)) for x in args[1:]):
         form = torch.empty_like(first.form)
         return _derived(first, form, first.moved, first.history, (*first.pointwise, (func, args[1:])), late)
     return _move(func, late, args, kwargs) if name in _MOVES and _are_parts(late) else None

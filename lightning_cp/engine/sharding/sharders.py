@@ -145,7 +145,7 @@ def shard_before_checkpoint(
     hooks = [getattr(hook, "__self__", None) for hook in getattr(block, "_forward_pre_hooks", {}).values()]
     rules = [hook.rule for hook in hooks if isinstance(hook, ArgumentHook)]
     kept = any(True for rule in rules for spec in rule.specs.values() for _ in of_type(Kept, spec))
-    if not rules or kept or call.num_shards == 1 or call.split_block is not None:
+    if len(rules) != 1 or kept or call.num_shards == 1 or call.split_block is not None:
         return None
     call.shares_shards = True
     try:

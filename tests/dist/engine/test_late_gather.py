@@ -132,6 +132,10 @@ def _other_functions(rank: int, world: int) -> tuple[bool, str]:
     assert isinstance(output, LateGather)
     assert output.shape == expected.shape
     equal = torch.equal(output.square(), expected.square()) and torch.equal(output[:, :2] + 1, expected[:, :2] + 1)
+    equal = equal and torch.equal(output * output, expected * expected) and torch.equal(2 - output, 2 - expected)
+    output, target = 1.0 * output, TARGET.clone().requires_grad_()
+    (found,) = torch.autograd.grad(strategy.sample_means(_squared, output, target).sum(), target)
+    equal = equal and torch.allclose(found, 2 * (target - expected).detach() / TARGET[0].numel())
     equal = equal and not isinstance(wrapped(**arguments, return_dict=False)[0], LateGather)
     with torch.inference_mode(), strategy.loss_on_shards():
         output = wrapped(**arguments, return_dict=False)[0]
