@@ -139,3 +139,14 @@ def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
     device = _read(tmp_path)["device"]
     assert device["source"] == "measured"
     assert all(device[name] > 0 for name in ("tflops", "attention_share", "memory_gbs", "link_gbs", "call_us"))
+
+
+@pytest.mark.full
+def test_lists_of_ranks_and_devices_write_a_scaling_table(tmp_path: Path) -> None:
+    lists = "model=wan_tiny", "task=sample", "ranks=[1,2]", "gpu.name=[l40s,h100]", "hydra.run.dir=run"
+    done = _plan(tmp_path, *lists)
+    assert done.returncode == 0, done.stderr
+    assert "H100 80 GB: cfg pays up to 2, the most that was planned" in done.stdout
+    assert {"scaling.json", "scaling.md", "scaling.png"} <= {x.name for x in (tmp_path / "run").iterdir()}
+    found = json.loads((tmp_path / "run" / "scaling.json").read_text(encoding="utf-8"))
+    assert [len(x["rows"]) for x in found] == [2, 2]

@@ -30,7 +30,8 @@ def test_a_full_disk_is_one_line_after_the_table(
 ) -> None:
     found: Any = mock.Mock()
     monkeypatch.setattr(search, "plan", lambda request: found)
-    monkeypatch.setattr(command, "request_of", lambda config: None)
+    for name in ("request_of", "scaling_of"):
+        monkeypatch.setattr(command, name, lambda config: None)
     shown = {
         "table": lambda *_: "the table",
         "notes": lambda _: ["a note"],
