@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from torch import nn
@@ -24,30 +25,51 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, tuple))
 
 
-def shorten(model: nn.Module, paths: Sequence[str], *, margin: int) -> dict[nn.Module, int]:
+@dataclass(frozen=True)
+class Shortened:
+    """What is left of a model's blocks.
+
+    Attributes:
+        repeats: how often each remaining block counts, in order.
+        weights: module and name of each weight of the whole model, in order. The weights of a removed block are named
+            as those of the block that counts for it.
+    """
+
+    repeats: dict[nn.Module, int]
+    weights: list[tuple[nn.Module, str]]
+
+
+def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Shortened:
     """Remove all but a few blocks of each row of equal ones from the model.
 
     Args:
         paths: of its blocks.
         margin: number of blocks that are kept before and after the one that counts for all others: blocks have an
-            influence on so many others, and on all in the same way.
-    Returns: how often each remaining block counts, in order.
+            influence on so many others, and on all in the same way. None: no block is removed.
     """
+    margin = len(paths) if margin is None else margin
     repeats: dict[nn.Module, int] = {}
-    removed: set[nn.Module] = set()
+    removed: dict[nn.Module, nn.Module] = {}  # modules of removed blocks -> those of the block that counts for them
     rows = groupby(paths, key=lambda path: (path.rpartition(".")[0], kind_of(submodule(model, path))))
     for (where, _), row in rows:
         blocks = [submodule(model, path) for path in row]
         is_list = isinstance(submodule(model, where), nn.ModuleList)
         if len(blocks) > 2 * margin + 1 and is_list:
-            removed |= {*blocks[margin + 1 : -margin]}
+            for block in blocks[margin + 1 : -margin]:
+                removed |= zip(block.modules(), blocks[margin].modules(), strict=True)
             repeats |= dict.fromkeys(blocks[: margin + 1] + blocks[-margin:], 1)
             repeats[blocks[margin]] = len(blocks) - 2 * margin
         else:
             repeats |= dict.fromkeys(blocks, 1)
+    weights = {x: (removed.get(inner, inner), name) for inner, name, x in _weights(model)}
     for where in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         parent, _, name = where.rpartition(".")
         blocks_left = [x for x in submodule(model, where).children() if x not in removed]
         if isinstance(submodule(model, where), nn.ModuleList):
             setattr(submodule(model, parent), name, nn.ModuleList(blocks_left))
-    return repeats
+    return Shortened(repeats, list(weights.values()))
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for inner in model.modules():
+        yield from ((inner, name, x) for name, x in inner.named_parameters(recurse=False))

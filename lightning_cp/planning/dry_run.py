@@ -58,13 +58,15 @@ def dry_run(
         dtype: dtype of the weights.
         lora: adapters to train in place of the weights.
         plan, kernel, mlp_tiles: see `engine.apply.parallelize`.
-        every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others.
+        every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others,
+            unless the forward fails without the others, for example because it counts its blocks.
     Raises:
         ValueError: the degrees do not fit the model, the class has no plan, the forward reads values that a tensor does
             not have, or there is a process group.
     """
     if layout.pipe > 1 or layout.patches > 1:
         raise ValueError(f"pipe={layout.pipe}, patches={layout.patches}: PipeFusion cannot be traced, use 1 and 1")
+    is_short = False
     with fake_rank(layout.ranks, rank), assuming(device):
         config = ContextParallelConfig(
             ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
@@ -74,36 +76,32 @@ def dry_run(
         model = _on_meta(build, dtype, lora, layout, trains=settings.task == "train")
         try:
             with fake_tensors(allow_real=True), observing(Recorder({})):
+                engine: dict[str, Any] = {"kernel": kernel, "check_peers": "off", "groups": groups}
+                paths = blocks_of(parallelize(model, config, plan, **engine))
+                remove_context_parallel(model)
+                blocks = shorten(model, paths, margin=None if every_block else 2 if layout.sharded else 1)
+                is_short = len(blocks.repeats) < len(paths)
                 _replace_tensors(model, _without_storage, _without_storage)
-                engine: dict[str, Any] = {
-                    "kernel": kernel,
-                    "check_peers": "off",
-                    "groups": groups,
-                    "mlp_tiles": mlp_tiles,
-                }
+                engine["mlp_tiles"] = mlp_tiles
                 installed = parallelize(model, config, plan, **engine)
-                paths = blocks_of(installed)
                 if layout.sharded:
                     shard_weights(model, installed, mesh)
-                weights = list(model.parameters())
-                if every_block:
-                    repeats = {model.get_submodule(path): 1 for path in paths}
-                else:
-                    remove_context_parallel(model)
-                    repeats = shorten(model, paths, margin=2 if layout.sharded else 1)
-                    parallelize(model, config, plan, **engine)
+                weights = [getattr(inner, name) for inner, name in blocks.weights]
                 placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
-                return record_step(model, placed, layout, groups, settings, weights=weights, repeats=repeats)
+                return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
         except Exception as error:
-            if "fake_tensor" not in type(error).__module__:
+            if "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error):
+                raise ValueError(
+                    f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends "
+                    f"on values ({type(error).__name__}: {error}). Pass the tensor with its values, not on the meta "
+                    "device, or choose the degrees by hand"
+                ) from error
+            if not is_short:
                 raise
-            raise ValueError(
-                f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends on "
-                f"values ({type(error).__name__}: {error}). Pass the tensor with its values, not on the meta device, "
-                "or choose the degrees by hand"
-            ) from error
         finally:
             BUFFERS.forget()
+    same: Any = {"rank": rank, "device": device, "dtype": dtype, "lora": lora, "plan": plan, "kernel": kernel}
+    return dry_run(build, inputs, layout, settings, mlp_tiles=mlp_tiles, every_block=True, **same)
 
 
 def _on_meta(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.nest import replace
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -184,5 +186,6 @@ def _input(text: str, values: Mapping[str, Any], sizes: Mapping[str, int]) -> An
 
 
 def of_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return inputs with floating-point tensors of a dtype."""
-    return {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+    """Return inputs with floating-point tensors of a dtype, also those in lists and dicts."""
+    changed = replace(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, dict(inputs))
+    return {**changed}

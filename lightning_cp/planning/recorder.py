@@ -64,6 +64,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a tensor without storage for its device, very often
+            return func(*args, **kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on shards come here again
         if func.namespace == "lightning_cp":
@@ -75,13 +77,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._inside -= 1
         self.tracker.follow_resizes()
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if given and not any(map(is_fake, given)):
+        are_fake = [is_fake(x) for x in given]
+        if given and not any(are_fake):
             with without_dispatch_modes():
                 result = func(*args, **kwargs)
+        elif all(are_fake) and func.namespace == "aten" and _changes_lists_in_place(func):
+            result = None  # nothing that is recorded; torch would look at each tensor of each list
         else:
             result = func(*args, **kwargs)
-        if func.namespace != "prim":  # that asks a tensor without storage for its device
-            self._record(func, args, kwargs, given, result)
+        self._record(func, args, kwargs, given, result)
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
@@ -146,3 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def gathered(self, values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
         """Answer for the other ranks, as if they had this rank's values."""
         return [values] * dist.get_world_size(group)
+
+
+def _changes_lists_in_place(func: Any) -> bool:
+    name: str = schema_of(func).name
+    return name.startswith("aten::_foreach_") and name.endswith("_")

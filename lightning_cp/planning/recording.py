@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,26 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.observer import observing
-from lightning_cp.compat.torch_names import in_backward
+from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
+from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
 from lightning_cp.planning.recorder import Recorder, Segment
 from lightning_cp.planning.replicas import GradientBuckets
 from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
-OPTIMIZER = "optimizer"  # name of the optimizer's part
-
 
 def mean_square(output: Any) -> Tensor:
     """Return the mean square of a model's first output in float32, a loss with the memory of usual ones."""
     return next(of_type(Tensor, output)).float().square().mean()
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make AdamW, with its default for the device: on a GPU it computes all weights at once."""
-    return torch.optim.AdamW(parameters, foreach=device_type(parameters[0]) == "cuda")
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class StepSettings:
 
     task: Literal["train", "sample"] = "train"
     autocast: torch.dtype | None = None
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+    optimizer: MakeOptimizer = adamw
     loss: Callable[[Any], Tensor] = mean_square
 
 
@@ -71,23 +66,23 @@ def record_step(
     Args:
         model: parallel model.
         groups: its groups.
-        weights: all weights, also those of blocks that were removed from the model.
+        weights: all weights. One that is in the list several times has copies, in blocks that were removed.
         repeats: how often each block counts, in the order of the forward.
     """
-    weights = [local_weight(x) for x in weights]
-    trained = [x for x in weights if x.requires_grad and settings.task == "train"]
-    optimizer = settings.optimizer(trained) if trained else None
-    if optimizer is not None:  # its state exists after the first step
-        with Recorder({}):
-            _set_missing_gradients(trained)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    local = {x: local_weight(x) for x in dict.fromkeys(weights)}
+    trained = [local[x] for x in weights if x.requires_grad and settings.task == "train"]
+    optimizer = None
+    if trained:
+        kind, fake = device_type(trained[0]), is_fake(trained[0])
+        optimizer = optimizer_step(trained, settings.optimizer, kind=kind, fake=fake)
     gc.collect()  # cycles with tensors would be freed in the middle of the step
     recorder = Recorder(_links(groups))
-    for x in (*weights, *model.buffers()):
+    for x in (*local.values(), *model.buffers()):
         recorder.tracker.add(x, "weights")
-    for x in of_type(Tensor, optimizer.state if optimizer else {}):
-        recorder.tracker.add(x, "optimizer")
+    copies = (Counter(weights) - Counter(local.keys())).items()
+    recorder.tracker.reserve("weights", sum(local[x].untyped_storage().nbytes() * count for x, count in copies))
+    if optimizer is not None:
+        recorder.tracker.reserve("optimizer", optimizer.state_bytes)
     for x in of_type(Tensor, inputs):
         recorder.tracker.add(x, "activations")
     buckets = GradientBuckets(recorder, trained, 1 if layout.sharded else layout.ranks)
@@ -97,18 +92,12 @@ def record_step(
     try:
         with observing(recorder), recorder:
             _run(model, inputs, settings, recorder, buckets)
-        if optimizer is not None:
-            recorder.mark("gradients")
-            _set_missing_gradients(trained)  # of blocks that are not traced
-            recorder.mark(OPTIMIZER)
-            with recorder:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
     finally:
         buckets.remove()
         marks.remove()
     counts = {marks.name(block): count for block, count in repeats.items()}
-    return composed(layout, recorder.segments, counts)
+    recorder.mark("end")
+    return composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
 
 
 def _run(
@@ -126,12 +115,6 @@ def _run(
     recorder.mark("backward")
     loss.backward()  # type: ignore[no-untyped-call]
     buckets.finish()
-
-
-def _set_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    for x in parameters:
-        if x.grad is None:
-            x.grad = torch.empty_like(x)
 
 
 def _links(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:

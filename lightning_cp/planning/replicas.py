@@ -24,7 +24,7 @@ class GradientBuckets:
         self._are_few = self._total <= 4 * BUCKET_BYTES
         self._hooks = [
             x.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
-            for x in trained
+            for x in dict.fromkeys(trained)
         ]
         if ranks > 1:
             recorder.tracker.reserve("buffers", self._total)

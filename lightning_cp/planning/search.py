@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -12,24 +11,25 @@ import torch
 
 from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.planning.devices import GB
-from lightning_cp.planning.dry_run import dry_run
-from lightning_cp.planning.layouts import LEVELS, Task, described, layouts, problem_of, simplicity
-from lightning_cp.planning.models import of_dtype
-from lightning_cp.planning.recording import StepSettings
+from lightning_cp.planning.dry_runs import DryRuns
+from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
 from lightning_cp.planning.request import Choice, Excluded, Plan, Request
-from lightning_cp.planning.step import Checkpointing, Layout, Part, Start, Step
+from lightning_cp.planning.step import Checkpointing, Layout
 from lightning_cp.planning.timeline import time_step
 
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
-_LOG = logging.getLogger(__name__)
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request, runs: DryRuns | None = None, *, advise: bool = True) -> Plan:
     """Search all layouts of the ranks.
+
+    Args:
+        runs: dry runs that are shared with other requests for the same model; None: not shared.
+        advise: if nothing fits, search a change that would.
 
     Raises: ValueError: the model has no plan, its forward cannot be traced, or no layout is possible for it.
     """
-    search = _Search(request)
+    search = _Search(request, runs or DryRuns())
     searched = list(layouts(request.ranks, request.task, request.fixed))
     if not searched:
         raise ValueError(f"fixed={dict(request.fixed)}: no layout of {request.ranks} ranks has these degrees")
@@ -39,7 +39,7 @@ def plan(request: Request) -> Plan:
         first = search.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
     choices, equal = ranked(search.choices)
-    reason = why(choices, equal, request) if choices else _what_is_missing(search)
+    reason = why(choices, equal, request) if choices else _what_is_missing(search, advise=advise)
     return Plan(request, choices, equal, tuple(search.excluded), reason)
 
 
@@ -50,7 +50,7 @@ def is_of_every_layout(error: ValueError) -> bool:
 
 def predicted(request: Request, layout: Layout) -> Choice:
     """Dry-run one layout, and compute its time. Raises: ValueError: see `dry_run`."""
-    return _Search(request).run(layout)
+    return _Search(request, DryRuns()).run(layout)
 
 
 def ranked(
@@ -66,11 +66,11 @@ def ranked(
 @dataclass
 class _Search:
     request: Request
+    runs: DryRuns
     choices: list[Choice] = field(default_factory=list)
     excluded: list[Excluded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._traced: dict[Layout, Step] = {}
         self._seen: dict[Layout, Choice] = {}  # all that were dry-run, also those that do not fit
         with torch.device("meta"):
             model: Any = self.request.model.build()
@@ -115,20 +115,7 @@ class _Search:
     def run(self, layout: Layout) -> Choice:
         """Dry-run a layout. The result of one with other data or CFG ranks is used if it is the same."""
         request = self.request
-        traced = _traced_for(layout, request.task)
-        if traced not in self._traced:
-            _LOG.info("dry run of %s", described(traced))
-            self._traced[traced] = dry_run(
-                request.model.build,
-                of_dtype(request.model.inputs, request.dtype),
-                traced,
-                StepSettings(request.task, request.autocast),
-                device=request.device.profile(),
-                dtype=request.dtype,
-                lora=request.lora,
-                plan=request.plan,
-            )
-        step = _on_ranks(self._traced[traced], layout)
+        step = self.runs.step(request, layout)
         times = time_step(step, request.device)
         forwards = 2 if request.task == "sample" and request.model.guided and layout.cfg == 1 else 1
         samples = request.batch_size * (layout.data if request.task == "train" else 1)
@@ -186,32 +173,6 @@ def _level(layout: Layout) -> int:
     return LEVELS.index(layout.checkpointing)
 
 
-def _traced_for(layout: Layout, task: Task) -> Layout:
-    """Return the layout to dry-run: with the fewest data ranks that give the same step, but for the gradients' sum."""
-    if layout.sharded:
-        return replace(layout, data=layout.data * layout.cfg, cfg=1)
-    context = layout.ring * layout.ulysses
-    needs_two = task == "train" and layout.ranks > 1 and context == 1
-    return replace(layout, data=2 if needs_two else 1, cfg=1)
-
-
-def _on_ranks(step: Step, layout: Layout) -> Step:
-    """Return a step as one of another layout that differs in data and CFG ranks only."""
-    before, now = step.layout.ranks, layout.ranks
-    if before == now or layout.sharded:
-        return replace(step, layout=layout)
-    factor = (now - 1) / now / ((before - 1) / before) if before > 1 else 0.0
-
-    def scaled(part: Part) -> Part:
-        events = (
-            replace(x, sent_bytes=round(x.sent_bytes * factor)) if isinstance(x, Start) and x.link == "world" else x
-            for x in part.events
-        )
-        return replace(part, events=tuple(events))
-
-    return replace(step, layout=layout, parts=tuple(map(scaled, step.parts)))
-
-
 def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
     """Return why the first of ranked choices is used, in one line."""
     best = choices[0]
@@ -228,20 +189,20 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
     )
 
 
-def _what_is_missing(search: _Search) -> str:
+def _what_is_missing(search: _Search, *, advise: bool) -> str:
     """Return how much memory is missing, and the first of some changes that would fit, from the cheapest on."""
     request = search.request
     closest = min((x for x in search.excluded if x.needs_bytes), key=lambda x: x.needs_bytes)
     missing = (closest.needs_bytes - request.available) / GB
     text = f"nothing fits: {described(closest.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB"
-    return f"{text}; {_change_that_fits(search, closest.layout)}"
+    return f"{text}; {_change_that_fits(search, closest.layout)}" if advise else text
 
 
 def _change_that_fits(search: _Search, closest: Layout) -> str:
     request = search.request
     level: Checkpointing = "full" if request.task == "train" and search.can_checkpoint else "none"
     if request.task == "train" and request.lora is None:
-        smaller = _Search(replace(request, lora=LoraSettings(rank=16)))
+        smaller = _Search(replace(request, lora=LoraSettings(rank=16)), DryRuns())
         layout = replace(closest, checkpointing=level, sharded=request.ranks > 1)
         if smaller.run(layout).peak_bytes <= request.available:
             return f"lora.rank=16 would fit ({described(layout)})"

@@ -9,15 +9,20 @@ directory. docs/planning.md explains the table, and `--help` lists the settings.
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_cp.app import terminal
-from lightning_cp.app.planning.settings import request_of
+from lightning_cp.app.planning.settings import request_of, scaling_of
 from lightning_cp.app.runs.recipe import conf_dir
 from lightning_cp.app.terminal import print_error, printable, rich_text
+
+if TYPE_CHECKING:
+    from lightning_cp.planning.devices import Device
+    from lightning_cp.planning.request import Request
 
 
 def run(config: DictConfig, folder: Path) -> int:
@@ -30,6 +35,9 @@ def run(config: DictConfig, folder: Path) -> int:
     warnings.filterwarnings("ignore")  # from other packages
     console = terminal.console(width=150)
     try:
+        several = scaling_of(config)
+        if several is not None:
+            return _scale(*several, folder)
         request = request_of(config)
         check_measure(config.measure, request)
         found = plan(request)
@@ -59,6 +67,25 @@ def run(config: DictConfig, folder: Path) -> int:
     print(" ".join(overrides_of(found.best.layout, found.request.task, found.request.batch_size)))
     print(printable(f"{folder / 'plan.json'}, plan.png"))
     return 0
+
+
+def _scale(request: "Request", devices: "list[Device]", ranks: list[int], folder: Path) -> int:
+    """Plan several numbers of ranks and devices, print the table and write its files. Returns: the exit code."""
+    from lightning_cp.app.planning.scaling import scale, table, write
+
+    found = scale(request, devices, ranks)
+    console = terminal.console(width=150)
+    console.print(table(found))
+    for one in found:
+        for line in one.limits():
+            console.print(rich_text(f"{one.device.name}: {line}"))
+    try:
+        write(found, folder)
+    except OSError as error:
+        print_error(str(error))
+        return 1
+    print(printable(f"{folder / 'scaling.json'}, scaling.md, scaling.png"))
+    return 0 if any(x.fitting for x in found) else 1
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir("plan"), config_name="plan")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -54,6 +55,27 @@ def request_of(config: DictConfig) -> Request:
         plan=plan,
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
     )
+
+
+def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | None:
+    """Return the first request, the devices and the numbers of ranks of a scaling table; None: one plan.
+
+    Raises: ValueError: see `request_of`.
+    """
+    gpu = config.gpu if OmegaConf.is_dict(config.gpu) else OmegaConf.create({"name": config.gpu})
+    names = gpu.name
+    if not OmegaConf.is_list(config.ranks) and not OmegaConf.is_list(names):
+        return None
+    ranks, gpus = ([*x] if OmegaConf.is_list(x) else [x] for x in (config.ranks, names))
+    for name, values in (("ranks", ranks), ("gpu.name", gpus)):
+        if not values:
+            raise SettingsError(f"{name}=[] must have at least one entry")
+    first = {"ranks": ranks[0], "gpu": OmegaConf.merge(gpu, {"name": gpus[0]})}
+    request = request_of(cast("DictConfig", OmegaConf.merge(config, first)))
+    devices = [device_of(OmegaConf.merge(gpu, {"name": name})) for name in gpus]
+    for number in ranks:
+        replace(request, ranks=number)  # checks it
+    return request, devices, ranks
 
 
 def model_of(config: DictConfig) -> PlannedModel:

@@ -196,3 +196,13 @@ def test_predicted_times_are_compared_with_measured_ones(tmp_path: Path) -> None
     assert "| tiny | sample | 2 | ring 2, rotated |" in page
     refused = warm.run([*command, "ranks=[3]"], cwd=tmp_path, timeout=150)
     assert "ranks=[3] must be some of [1, 2, 4]" in refused.stderr
+
+
+def test_lists_of_ranks_and_devices_write_a_scaling_table(tmp_path: Path) -> None:
+    lists = "model=wan_tiny", "task=sample", "ranks=[1,2]", "gpu.name=[l40s,h100]", "hydra.run.dir=run"
+    done = _plan(tmp_path, *lists)
+    assert done.returncode == 0, done.stderr
+    assert "H100 80 GB: cfg pays up to 2, the most that was planned" in done.stdout
+    assert {"scaling.json", "scaling.md", "scaling.png"} <= {x.name for x in (tmp_path / "run").iterdir()}
+    found = json.loads((tmp_path / "run" / "scaling.json").read_text(encoding="utf-8"))
+    assert [len(x["rows"]) for x in found] == [2, 2]

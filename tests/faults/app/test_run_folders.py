@@ -271,7 +271,8 @@ def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "recipe", ["check", "bench", *(pytest.param(x, marks=pytest.mark.full) for x in ("check_family", "precompute"))]
+    "recipe",
+    ["check", "bench", *(pytest.param(x, marks=pytest.mark.full) for x in ("check_family", "precompute", "plan"))],
 )
 def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(recipe: str, tmp_path: Path) -> None:
     process = warm.Popen(

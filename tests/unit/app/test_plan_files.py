@@ -30,7 +30,8 @@ def test_a_full_disk_is_one_line_after_the_table(
 ) -> None:
     found: Any = mock.Mock()
     monkeypatch.setattr(search, "plan", lambda request: found)
-    monkeypatch.setattr(command, "request_of", lambda config: mock.Mock())
+    for name, value in (("request_of", mock.Mock()), ("scaling_of", None)):
+        monkeypatch.setattr(command, name, lambda config, value=value: value)
     shown = {
         "table": lambda *_: "the table",
         "notes": lambda _: ["a note"],

@@ -217,7 +217,7 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
         "train",
         "sample",
         "check-family",
-        *(pytest.param(x, marks=pytest.mark.full) for x in ("precompute", "check", "bench")),
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("precompute", "plan", "check", "bench")),
     ],
 )
 def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:

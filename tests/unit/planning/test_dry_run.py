@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.finetune.adapters.lora import LoraSettings
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.recording import StepSettings, mean_square
 from lightning_cp.planning.step import Compute, Layout
-from tests.dist.plain import PLAIN_PLAN, Plain
+from lightning_cp.plans import Plan, split
+from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness.cases import full_unless
 
 _GPU = DeviceProfile("H100", "cuda", 80 << 30)
@@ -124,6 +126,47 @@ def test_errors_name_the_cause() -> None:
         dry_run(_TINY, _TINY_INPUTS, Layout(pipe=2))
     with pytest.raises(ValueError, match="rank=2 must be"):
         dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), rank=2)
+
+
+class _Counts(Plain):
+    """A model that counts its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(6)])
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for index in range(6):
+            x = self.blocks[index](x)
+        return (self.proj_out(x),)
+
+
+class _OneBlock(nn.Module):
+    """A model whose plan has no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.proj_out = Block(16, 4), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        return (self.proj_out(self.block(x)),)
+
+
+def test_a_model_that_needs_each_block_is_traced_whole() -> None:
+    plan = Plan(blocks={"blocks": {"x": split(1, "image")}}, gather={"proj_out": split(1, "image")})
+    step = dry_run(_Counts, {"x": _meta(2, 8, 16)}, Layout(ring=2), plan=plan)
+    assert [x.repeats for x in step.parts if x.name.startswith("block")] == [1] * 12
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_without_blocks_is_traced(sharded: bool) -> None:
+    plan = {
+        "": {"x": ContextParallelInput(split_dim=1, expected_dims=3)},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+    step = dry_run(_OneBlock, {"x": _meta(2, 8, 16)}, Layout(ring=2, sharded=sharded), plan=plan)
+    assert step.flops > 0
+    assert step.peak["weights"] > 0
 
 
 @pytest.mark.full

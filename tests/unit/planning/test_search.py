@@ -11,10 +11,11 @@ import torch
 
 from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
 from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.dry_runs import DryRuns, on_ranks, traced_for
 from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Choice, Plan, Request
-from lightning_cp.planning.search import _on_ranks, _traced_for, plan, ranked
+from lightning_cp.planning.search import plan, ranked
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times
 
@@ -53,16 +54,36 @@ def test_of_choices_within_15_percent_the_simplest_is_first() -> None:
 def test_steps_are_shared_between_data_ranks() -> None:
     model = _model()
     for layout in (Layout(data=4, ring=2), Layout(data=6)):
-        traced = _traced_for(layout, "train")
+        traced = traced_for(layout, "train")
         assert traced.ranks < layout.ranks
         shared, full = (
             dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), x, device=H100.profile())
             for x in (traced, layout)
         )
-        shared = _on_ranks(shared, layout)
+        shared = on_ranks(shared, layout)
         assert shared.peak == full.peak
         assert shared.sent_bytes() == pytest.approx(full.sent_bytes(), abs=8)
         assert (shared.flops, shared.calls) == (full.flops, full.calls)
+
+
+def test_dry_runs_are_shared_between_ranks_and_devices() -> None:
+    model, built = _model(), []
+
+    def build() -> torch.nn.Module:
+        built.append(model.name)
+        return model.build()
+
+    request = Request(replace(model, build=build), 2, H100, task="sample", fixed={"ring": 2, "sharded": False})
+    runs = DryRuns()
+    first = plan(request, runs)
+    before = len(built)
+    more = plan(replace(request, ranks=4, device=device_named("h200"), fixed={**request.fixed, "data": 2}), runs)
+    assert len(built) == before + 1  # for the sizes of the weights, not for a dry run
+    assert first.best is not None
+    assert more.best is not None
+    assert more.best.peak == first.best.peak
+    assert plan(replace(request, device=device_named("l40s")), runs).best is not None
+    assert len(built) == before + 3  # its attention is another kernel
 
 
 @pytest.mark.full

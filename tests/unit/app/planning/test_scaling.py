@@ -1,0 +1,100 @@
+"""Scaling tables: their rows, up to which degree more ranks pay, and their settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import nn
+
+from lightning_cp.app.planning.scaling import Scaling, markdown, write
+from lightning_cp.app.planning.settings import scaling_of
+from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.planning.devices import device_named
+from lightning_cp.planning.models import PlannedModel
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request
+from lightning_cp.planning.step import Layout
+from lightning_cp.planning.timeline import Times
+
+_H100 = device_named("h100")
+
+
+def _plan(ranks: int, *choices: Choice) -> Plan:
+    request = Request(PlannedModel("m", nn.Identity, {}, tokens=1000), ranks, _H100, task="sample")
+    excluded = () if choices else (Excluded(Layout(data=ranks), "needs 90 GB of 80 GB", 88e9),)
+    return Plan(request, choices, len(choices), excluded, "")
+
+
+def _choice(layout: Layout, seconds: float, bound: str = "compute") -> Choice:
+    times = Times(seconds, {"compute": 0.0, bound: seconds})
+    return Choice(layout, times, seconds, {"weights": 10**9}, 1, {})
+
+
+def _scaling() -> Scaling:
+    two = _choice(Layout(ulysses=2), 8.0), _choice(Layout(ring=2), 9.0)
+    four = _choice(Layout(ulysses=4), 4.0), _choice(Layout(ring=4), 8.0, "ring")
+    eight = _choice(Layout(ulysses=8), 3.8, "host"), _choice(Layout(ring=2, ulysses=4), 3.9, "host")
+    return Scaling(_H100, (_plan(1), _plan(2, *two), _plan(4, *four), _plan(8, *eight)))
+
+
+def test_rows_have_the_fastest_layout_and_the_speed_up_over_the_fewest_ranks_that_fit() -> None:
+    rows = list(_scaling().rows())
+    assert rows[0][1:3] == ("1", "none fits: 10 GB more")
+    assert [row[1:] for row in rows[1:]] == [
+        ("2", "ulysses 2", "3.0", "8", "1", "compute 100%"),
+        ("4", "ulysses 4", "3.0", "4", "2", "compute 100%"),
+        ("8", "ulysses 8", "3.0", "3.8", "2.11", "host 100%"),
+    ]
+
+
+def test_limits_name_the_first_degree_that_gives_less_than_15_percent() -> None:
+    assert _scaling().limits() == [
+        "ulysses pays up to 4: 8 is 1.05 times as fast (bound: host)",
+        "ring pays up to 2: 4 is 1.12 times as fast (bound: ring)",
+        "ranks pays up to 4: 8 is 1.05 times as fast (bound: host)",
+    ]
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    found = [_scaling(), Scaling(_H100, (_plan(1), _plan(2)))]
+    write(found, tmp_path)
+    assert {x.name for x in tmp_path.iterdir()} == {"scaling.json", "scaling.md", "scaling.png"}
+    text = markdown(found)
+    assert (tmp_path / "scaling.md").read_text(encoding="utf-8") == text
+    assert text.startswith("### m, sample, 1,000 tokens, batch 1\n")
+    assert "| H100 80 GB | 4 | ulysses 4 | 3.0 | 4 | 2 | compute 100% |" in text
+
+
+def _config(*overrides: str) -> DictConfig:
+    with initialize_config_dir(conf_dir("plan"), version_base="1.3"):
+        return compose("plan", overrides=["model=wan_tiny", *overrides])
+
+
+def test_lists_of_ranks_and_devices_make_a_table() -> None:
+    assert scaling_of(_config("ranks=4", "gpu=h100")) is None
+    several = scaling_of(_config("ranks=[1,4]", "gpu.name=[l40s,h100]", "gpu.call_us=3"))
+    assert several is not None
+    request, devices, ranks = several
+    assert (request.ranks, ranks) == (1, [1, 4])
+    assert [(x.memory_gb, x.call_us) for x in devices] == [(48, 3), (80, 3)]
+    one = scaling_of(_config("ranks=[2]", "gpu=h100"))
+    assert one is not None
+    assert one[1] == [_H100]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("ranks=[]", r"ranks=\[\] must have at least one entry"),
+        ("ranks=[1,0]", "ranks=0 must be an integer of at least 1"),
+        ("gpu.name=[]", r"gpu.name=\[\] must have at least one entry"),
+        ("gpu.name=[h100,x100]", "gpu=x100 is not in the table of devices"),
+    ],
+)
+def test_invalid_lists_are_refused(setting: str, message: str) -> None:
+    gpu = [] if "gpu" in setting else ["gpu=h100"]
+    with pytest.raises((SettingsError, ValueError), match=message):
+        scaling_of(_config(setting, *gpu))
