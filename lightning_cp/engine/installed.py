@@ -235,5 +235,10 @@ def installed_on(module: nn.Module) -> Installed | None:
     return installed
 
 
+def sessions_in(module: nn.Module) -> list[Session]:
+    """Return the sessions of the parallel models in a module, which may be inside of DDP, peft or Fabric's wrapper."""
+    return [one.session for one in map(installed_on, module.modules()) if one is not None]
+
+
 def _run(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     return installed.run(args, kwargs)

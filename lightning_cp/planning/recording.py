@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_cp.comm.observer import observing
 from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
+from lightning_cp.engine.installed import sessions_in
+from lightning_cp.engine.sharding.late_gather import keeping_shards, sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
 from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
@@ -26,9 +28,35 @@ from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 
-def mean_square(output: Any) -> Tensor:
-    """Return the mean square of a model's first output in float32, a loss with the memory of usual ones."""
-    return next(of_type(Tensor, output)).float().square().mean()
+def mean_square(output: Any, target: Tensor | None = None) -> Tensor:
+    """Return the mean squared error of a model's first output in float32. Args: target: like it; None: 0."""
+    first = next(of_type(Tensor, output))
+    if target is None or target.shape != first.shape:
+        target = torch.zeros(first.shape, device=first.device)
+    return sample_means(lambda x, y: (x.to(y.dtype) - y).square(), first, target).mean()
+
+
+def training_loss(model: nn.Module, inputs: Mapping[str, Any], settings: StepSettings) -> Tensor:
+    """Return the loss of a model, with the tensors that an objective of fine-tuning has.
+
+    The first floating-point input holds the latents. As in `Objective.sample_losses`, every rank has the whole latents,
+    noise, noisy latents and target in float32.
+    """
+    target, inputs = None, dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            noisy, target = _noised(x.float())
+            inputs[name] = noisy.to(x.dtype)
+            break
+    with keeping_shards(sessions_in(model), on=settings.on_shards):
+        output = model(**inputs)
+    return settings.loss(output, target)
+
+
+def _noised(clean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy latents and the target of flow matching."""
+    noise = torch.randn_like(clean)
+    return clean + noise, noise - clean
 
 
 @dataclass(frozen=True)
@@ -39,13 +67,15 @@ class StepSettings:
         task: "train": forward, backward and the optimizer's step. "sample": a forward without gradients.
         autocast: dtype of `torch.autocast`; None: none.
         optimizer: makes the optimizer of parameters.
-        loss: computes the loss from the model's output.
+        loss: computes the loss from the model's output and, if there is one, the target.
+        on_shards: each rank computes the loss of its tokens, see `Objective`.
     """
 
     task: Literal["train", "sample"] = "train"
     autocast: torch.dtype | None = None
     optimizer: MakeOptimizer = adamw
-    loss: Callable[[Any], Tensor] = mean_square
+    loss: Callable[..., Tensor] = mean_square
+    on_shards: bool = True
 
 
 TRAINING = StepSettings()
@@ -111,7 +141,7 @@ def _run(
             model(**inputs)
         return
     with autocast:
-        loss = settings.loss(model(**inputs))
+        loss = training_loss(model, inputs, settings)
     recorder.mark("backward")
     loss.backward()  # type: ignore[no-untyped-call]
     buckets.finish()
@@ -165,14 +195,14 @@ class _Marks:
 def composed(layout: Layout, segments: Sequence[Segment], counts: Mapping[str, int]) -> Step:
     """Join the segments of a step. Args: counts: how often those of each block are repeated."""
     total, peak = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
-    parts, calls = [], 0
+    parts, calls, at = [], 0, ""
     for segment in segments:
         repeats = counts.get(segment.name.removesuffix(" backward"), 1)
         for _ in range(repeats):
             highest = {name: total[name] + segment.span.peak[name] for name in CATEGORIES}
             if sum(highest.values()) > sum(peak.values()):
-                peak = highest
+                peak, at = highest, segment.name
             total = {name: total[name] + segment.span.grown[name] for name in CATEGORIES}
         parts.append(Part(segment.name, tuple(segment.events), repeats))
         calls += segment.calls * repeats
-    return Step(layout, tuple(parts), peak, calls)
+    return Step(layout, tuple(parts), peak, calls, at)

@@ -93,12 +93,14 @@ class Step:
         parts: its events, in order.
         peak: bytes at the peak of memory, by category.
         calls: calls into PyTorch by the host (operators and exchanges).
+        at: name of the part with the peak of memory.
     """
 
     layout: Layout
     parts: tuple[Part, ...]
     peak: dict[str, int] = field(default_factory=dict)
     calls: int = 0
+    at: str = ""
 
     def events(self) -> Iterator[Event]:
         """Yield all events; transfers of a repeated part are numbered anew in each repetition."""

@@ -100,6 +100,10 @@ def check_benchmark(config: DictConfig) -> str:
         from lightning_cp.app.planning.validation import check_validation
 
         return check_validation(config)
+    if "long_clips" in config:
+        from lightning_cp.app.benchmark.long_clips.run import check_long_clips
+
+        return check_long_clips(config)
     unknown = [x for x in config.workloads if x not in WORKLOADS]
     if unknown or not config.workloads:
         return f"workloads={list(config.workloads)} is not valid: must be some of {', '.join(WORKLOADS)}"
@@ -231,6 +235,11 @@ def main(config: DictConfig) -> None:
         return
     if "validation" in config:
         validate_plans(config, folder)
+        return
+    if "long_clips" in config:
+        from lightning_cp.app.benchmark.long_clips.run import run_long_clips
+
+        run_long_clips(config, folder)
         return
     rows = []
     jobs = [(1, 0, ["sparse"])] if "sparse" in config.workloads else []

@@ -16,7 +16,7 @@ from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.nest import replace
-from lightning_cp.planning.recording import StepSettings
+from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.request import Request
 from lightning_cp.planning.sharded import shard_weights, weights_mesh
 from lightning_cp.planning.step import Layout
@@ -70,7 +70,7 @@ def _training_step(
     optimizer: Any = fabric.setup_optimizers(settings.optimizer([x for x in wrapped.parameters() if x.requires_grad]))
 
     def step() -> None:
-        fabric.backward(settings.loss(wrapped(**inputs)))
+        fabric.backward(training_loss(wrapped, inputs, settings))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

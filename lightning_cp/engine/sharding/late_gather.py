@@ -1,9 +1,9 @@
-"""Outputs whose gather is left out: this rank's tokens stand for the whole tensor, and a loss is computed on them.
+"""Leave out the gather of a model's output: keep this rank's tokens, and compute the loss on them.
 
-After its last gather, a model usually moves values only: it joins patches to pictures. A `LateGather` has the shape of
-the whole tensor and this rank's tokens; it records the functions that move values, and those that change each value
-alone. `sample_means` moves target and weights the other way, and cuts them like the tokens. Any other function gathers
-the tensor first, so the result is always right.
+After its last gather, a model usually only moves values: it joins patches to pictures. A `LateGather` has the shape of
+the whole tensor, but holds only this rank's tokens. It records the functions that move values, and those that change
+each value alone, such as a cast. `sample_means` moves target and weights back to the order of the tokens, and cuts
+them as the tokens are cut. Any other function gathers the tensor first, so it gets all values.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lightning_cp.mesh.groups import groups_by_name
 from lightning_cp.nest import of_type, replace
 
 _LOG = logging.getLogger(__name__)
-# Names of functions that move values, of those that need only the shape of a second tensor, of those that change each
-# value alone, and of what does not depend on values.
+# Functions that move values, by name.
 _MOVES = {
     *("__getitem__", "cat", "chunk", "clone", "contiguous", "flatten", "movedim", "moveaxis", "narrow", "permute"),
     *(
@@ -44,9 +43,12 @@ _MOVES = {
     ),
     *("transpose", "unbind", "unflatten", "unsqueeze", "view", "einsum"),
 }
+# Those that need only the shape of a second tensor.
 _LIKE = {"view_as", "reshape_as"}
+# Functions that change each value alone.
 _CASTS = {"to", "type_as", "float", "double", "half", "bfloat16"}
 _SCALINGS = {"neg", "negative", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"}
+# What does not depend on values.
 _METADATA = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size", "is_floating_point"),
     *("is_complex", "is_contiguous", "is_inference", "get_device", "register_hook", "storage_offset"),
@@ -81,14 +83,14 @@ _Pointwise = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 class LateGather(Tensor):
-    """A whole tensor of which each rank of a context group holds its own tokens.
+    """A whole tensor of which each rank of a context group holds only its own tokens.
 
     Attributes:
-        tokens: the tokens, as they would be gathered.
-        form: a tensor on meta, like the whole tensor.
-        moved: moves values from the order of the gather to their places in this tensor.
+        tokens: this rank's tokens, before the gather.
+        form: a tensor on the meta device with shape, strides and dtype of the whole tensor.
+        moved: moves gathered tokens, or any values in their order, to their places in the whole tensor.
         history: what `moved` does, as text.
-        pointwise: functions to apply to each value.
+        pointwise: functions of each value that were called since, in order. They are not yet applied to `tokens`.
     """
 
     tokens: _Tokens
@@ -152,7 +154,10 @@ class LateGather(Tensor):
 
 
 def keep_shards(x: Tensor, dim: int, sizes: Sequence[int], groups: str) -> Tensor:
-    """Return a tensor that is gathered when something needs all of its values. Args: see `gather_shards`."""
+    """Return a `LateGather` of this rank's shard `x`. Args: see `gather_shards`.
+
+    The shard is gathered at once in compiled code and under function transforms.
+    """
     if torch.compiler.is_compiling() or transforms_are_on():
         return gather_shards(x, dim, list(sizes), groups)
     result: Tensor = _Enter.apply(x, dim, tuple(sizes), groups)  # type: ignore[no-untyped-call]
@@ -233,7 +238,10 @@ _NOTED: set[str] = set()
 
 
 def _cut(output: LateGather, x: Tensor) -> Tensor:
-    """Return the elements of `x`, which is like `output`, at the places of this rank's tokens; 0 for dropped tokens."""
+    """Return the elements of `x` at the places of this rank's tokens. Args: x: like `output`.
+
+    Tokens that the model drops have no place in `x`: 0 for them.
+    """
     with torch.inference_mode(False), torch.enable_grad():  # moving values is linear, and its adjoint moves them back
         start = torch.zeros((), dtype=x.dtype, device=x.device).expand(output.tokens.shape).requires_grad_()
         (moved,) = torch.autograd.grad(output.moved(start), start, x.detach())
@@ -244,7 +252,10 @@ _BY_SAMPLE: dict[tuple[Any, ...], bool] = {}
 
 
 def _is_by_sample(output: LateGather) -> bool:
-    """Return True if dim 0 of the tokens is that of the output, and no token is in it twice. Kept for each form."""
+    """Return True if sample i of the tokens is sample i of the output, and no token is in the output twice.
+
+    Each form is tried once, on tensors that have the number of their sample as values.
+    """
     shape = output.tokens.shape
     key = (shape, tuple(output.shape), output.history)
     if key not in _BY_SAMPLE:
@@ -263,7 +274,7 @@ def _is_by_sample(output: LateGather) -> bool:
 
 
 def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a function without a gather; None if it needs all values."""
+    """Return the result of a function as a `LateGather`; None if the function needs all values."""
     late, tensors = list(of_type(LateGather, (args, kwargs))), list(of_type(Tensor, (args, kwargs)))
     first = late[0]
     if tensors[0] is not first:
@@ -285,13 +296,13 @@ def _cast(x: LateGather, dtype: torch.dtype) -> LateGather:
 
 
 def _are_parts(late: Sequence[LateGather]) -> bool:
-    """Return True if tensors are parts of one."""
+    """Return True if all tensors were made of the same tokens, with the same functions of each value."""
     first = late[0]
     return all(x.tokens is first.tokens and x.pointwise == first.pointwise for x in late)
 
 
 def _move(func: Any, late: Sequence[LateGather], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a function that moves values; return None if it does not keep each of them, or if it casts."""
+    """Record a function that moves values. Returns: None if it casts, or sums values (einsum)."""
     forms = func(*replace(LateGather, _form, args), **replace(LateGather, _form, kwargs))
     first = late[0]
     if isinstance(forms, Tensor) and (
@@ -317,7 +328,7 @@ def _derived(
     pointwise: tuple[_Pointwise, ...],
     late: Sequence[LateGather],
 ) -> LateGather:
-    """Return a tensor that is made of others. Args: late: these. first: one of them."""
+    """Return the `LateGather` that a function makes of others. Args: late: these. first: the first of them."""
     result: LateGather = _Derive.apply((first.tokens, form, moved, history, pointwise), *late)  # type: ignore[no-untyped-call]
     return result
 

@@ -12,8 +12,7 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 
 from lightning_cp.data import RandomStream
-from lightning_cp.engine.apply import installed_on
-from lightning_cp.engine.session import Session
+from lightning_cp.engine.installed import sessions_in
 from lightning_cp.engine.sharding.late_gather import keeping_shards, sample_means
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
@@ -144,7 +143,7 @@ class Objective(ABC):
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         each = family.latent_times(noised.times)
         arguments = family.inputs(noised.noisy, each, noised.stored, options)
-        with keeping_shards(_sessions(transformer), on=self.on_shards):
+        with keeping_shards(sessions_in(transformer), on=self.on_shards):
             output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
         masks = noised.loss_mask
@@ -229,15 +228,9 @@ class Objective(ABC):
     @staticmethod
     def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
         """Return the index of a batch's first sample in the global batch: data rank times batch size."""
-        for session in _sessions(transformer):
+        for session in sessions_in(transformer):
             return session.groups.data_rank * len(stored)
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
-
-
-def _sessions(transformer: nn.Module) -> list[Session]:
-    """Return the sessions of a transformer, which may be inside DDP, peft, Fabric or a compiler's wrapper."""
-    installed = [installed_on(module) for module in transformer.modules()]
-    return [one.session for one in installed if one is not None]
 
 
 def _sum(losses: list[Tensor]) -> Tensor:

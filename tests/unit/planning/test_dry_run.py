@@ -17,7 +17,7 @@ from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.finetune.adapters.lora import LoraSettings
 from lightning_cp.planning.dry_run import dry_run
-from lightning_cp.planning.recording import StepSettings, mean_square
+from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
@@ -107,6 +107,13 @@ def test_the_device_is_that_of_the_profile() -> None:
     assert kernels(CPU) == {f"aten::_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward")}
 
 
+def test_the_output_is_not_gathered_for_the_loss_unless_asked() -> None:
+    steps = [dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), StepSettings(on_shards=x)) for x in (True, False)]
+    on_shards, gathered = (sum(step.sent_bytes().values()) for step in steps)
+    own = 15 * 4 * 2  # bytes of this rank's output: tokens, channels, bfloat16
+    assert 2 * own - 16 <= gathered - on_shards < 2 * own, "output and gradient, without a sample's sum and gradient"
+
+
 class _Reads(Plain):
     """A model that needs the value of an input."""
 
@@ -179,7 +186,7 @@ def test_the_peak_is_that_of_the_profiler(checkpointing: Any) -> None:
     adamw = optimizer(list(model.parameters()))
 
     def step() -> None:
-        mean_square(model(**inputs)).backward()
+        training_loss(model, inputs, StepSettings()).backward()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
 
