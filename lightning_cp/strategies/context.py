@@ -175,14 +175,19 @@ class ContextParallel:
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether trained parameters get no gradient, always or in some steps.
 
-        These are parameters that the plan of a selected transformer names, and those of a module that runs one of its
-        children in each forward (it has the attribute `runs_one_child`).
+        These are parameters that the plan of a selected transformer names, and those of a module that runs a part of
+        itself in some steps: one of its children in each forward (it has the attribute `runs_one_child`), several
+        transformers that train, or a LightningModule with manual optimization, in which each backward may use a part.
         """
+        selected = self.selected(module)
+        trained = [inner for inner, _ in selected if any(x.requires_grad for x in inner.parameters())]
+        if len(trained) > 1 or not getattr(module, "automatic_optimization", True):
+            return True
         if any(getattr(inner, "runs_one_child", False) for inner in module.modules()):
             return True
         return any(
             parameter.requires_grad and any(fnmatch(name, pattern.replace(".-1.", ".*.")) for pattern in plan.unused)
-            for inner, plan in self.selected(module)
+            for inner, plan in selected
             if isinstance(plan, Plan)
             for name, parameter in inner.named_parameters()
         )

@@ -83,7 +83,7 @@ class TrainedWeights:
         if any(watched.state is _State.RAN for _, watched in checked):
             self._exchange(None)
         for wrapper, watched in checked:
-            if watched.state is not _State.WAITS:
+            if watched.state is not _State.WAITS or len(checked) == 1:  # a step may have several backwards
                 watched.check_step(wrapper)
             if watched.state is _State.RAN:
                 watched.state = _State.WAITS
@@ -146,11 +146,11 @@ class _Watched:
     differs: bool = False
 
     def has_changed(self, wrapper: nn.Module) -> bool:
-        """Return whether the wrapper must be adapted. DDP ignores unused parameters if it looks for them."""
+        """Return whether the wrapper must be adapted. FSDP2 ignores parameters that are frozen; DDP, if it looks."""
         if _fingerprint(wrapper) == self.fingerprint:
             return False
         now = _trained(wrapper)
-        ignores_unused = getattr(wrapper, "find_unused_parameters", False) or getattr(wrapper, "static_graph", False)
+        ignores_unused = getattr(wrapper, "find_unused_parameters", True) or getattr(wrapper, "static_graph", False)
         return bool(now) and now != self.known and not (ignores_unused and now.items() <= self.known.items())
 
     def has_changed_everywhere(self, wrapper: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import StrategySettings
+from tests.dist.plain import PLAIN_PLAN, Plain
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ def test_a_module_whose_only_transformer_no_plan_can_carry_is_refused_not_repeat
             core.wrap(nn.Sequential(unet))
     assert ContextParallelStrategy(ring=1).context.wrap(nn.Sequential(unet)) == []
     assert ContextParallelStrategy(ring=2).context.unused_parameters(nn.Sequential(nn.Linear(2, 2))) is False
+
+
+def test_unused_parameters_are_expected_only_where_parts_of_a_module_may_take_turns() -> None:
+    context = ContextParallelStrategy(ring=2, plans={Plain: PLAIN_PLAN}).context
+    frozen = Plain().requires_grad_(requires_grad=False)
+    modules: list[nn.Module] = [nn.Sequential(Plain(), nn.Linear(2, 2)), nn.Sequential(Plain(), frozen)]
+    modules += [nn.Sequential(Plain(), Plain()), nn.Sequential(Plain())]
+    modules[-1].automatic_optimization = False  # type: ignore[assignment]
+    assert [context.unused_parameters(module) for module in modules] == [False, False, True, True]
 
 
 def test_the_strategies_and_conf_have_the_settings_with_the_same_defaults() -> None:
