@@ -66,7 +66,11 @@ class KeyCache:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all chunks and their room, for another sample."""
+        """Drop all chunks and their room, for another sample.
+
+        With activation checkpointing, call backward before: a block that is recomputed later takes the keys of the new
+        sample, without an error. For samples with one backward, use a cache for each.
+        """
         self._chunks = Chunks(self._window, self._sinks)
         self._with_grad: list[tuple[Tensor, Tensor]] = []  # of the last chunks, with `keep_grad`; the room has the rest
         self._room: KeyRoom | None = None

@@ -125,7 +125,7 @@ class LateGather(Tensor):
             name = func.__self__.__name__
         if name in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")) or "out" in kwargs:
+        if _changes(name, args, kwargs):
             raise NotImplementedError(
                 f"{name} would change an output that is not gathered: use a function that returns a new tensor, or "
                 "compute the loss of the whole output"
@@ -191,38 +191,49 @@ def sample_means(
     """Return the weighted mean of the errors of each sample, [b]. An output that is not gathered stays so.
 
     Args:
-        error: returns the error of each element, from tensors like `output` and `target`, of any equal shapes.
+        error: returns the error of each element, from tensors like `output` and `target`, of any equal shapes. If it
+            returns another shape, such as a norm over channels, the output is gathered.
         output: [b, ...].
-        target: like `output`. If it or the weight requires grad, the output is gathered.
+        target: like `output`. If it or the weight requires grad, or the shapes differ, the output is gathered.
         weight: weight of each element, broadcastable to `target`; None: 1. A sample with weight 0 everywhere has 0.
+    Raises: ValueError: a weight, and errors of another shape.
     Ranks: all of the context group, each with the whole target; each returns the whole mean. Gradient: of the whole
         mean, to be averaged over the ranks.
     """
-    weights = None if weight is None else weight.to(target.dtype).expand_as(target)
+    wide = torch.promote_types(target.dtype, torch.float32)  # sums of half precision overflow, and round
+    weights = None if weight is None else weight.to(wide).expand_as(target)
     if isinstance(output, LateGather):
         needs_grad = target.requires_grad or (weight is not None and weight.requires_grad)
-        reason = "the gradient of the target" if needs_grad else "the order of its samples"
-        if needs_grad or not _is_by_sample(output):
+        differs = target.shape != output.shape
+        reason = "the gradient or the shape of the target" if needs_grad or differs else "the order of its samples"
+        if needs_grad or differs or not _is_by_sample(output):
             note_gather(reason)
             output = whole(output)
     if not isinstance(output, LateGather):
         errors = error(output, target)
         if weights is None:
             return errors.flatten(1).mean(dim=1)
+        if errors.shape != weights.shape:
+            raise ValueError(
+                f"the errors {tuple(errors.shape)} have another shape than the target {tuple(target.shape)}, so the "
+                "weight cannot be applied: return an error for each element, or multiply by the weights in `error`"
+            )
         sums, total = (errors * weights).flatten(1).sum(dim=1), weights.flatten(1).sum(dim=1)
         return sums / torch.where(total > 0, total, 1.0)
     tokens = output.tokens
-    errors = error(_changed(_tokens_of(output), output.pointwise), _cut(output, target))
+    own_output = _changed(_tokens_of(output), output.pointwise)
+    errors = error(own_output, _cut(output, target))
+    if errors.shape != own_output.shape:
+        note_gather("errors of another shape")
+        return sample_means(error, whole(output), target, weight)
     if weights is not None or output.numel() != torch.Size(tokens.shape).numel():  # the model drops some tokens
-        weights = (
-            torch.ones((), dtype=target.dtype, device=target.device).expand_as(target) if weights is None else weights
-        )
+        weights = torch.ones((), dtype=wide, device=target.device).expand_as(target) if weights is None else weights
         errors = errors * _cut(output, weights)
-    own = errors.flatten(1).sum(dim=1)
+    own = errors.flatten(1).sum(dim=1, dtype=torch.promote_types(errors.dtype, wide))
     ranks = groups_by_name(tokens.groups).context_size
     sums = gather_shards(own.unsqueeze(0), 0, [1] * ranks, tokens.groups).sum(dim=0)
     if weights is None:
-        return sums / (target.numel() // len(target))
+        return (sums / (target.numel() // len(target))).to(errors.dtype)
     total = weights.sum(dim=tuple(range(1, weights.ndim)))
     return sums / torch.where(total > 0, total, 1.0)
 
@@ -273,6 +284,13 @@ def _is_by_sample(output: LateGather) -> bool:
     return _BY_SAMPLE[key]
 
 
+def _changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if a function changes an output in place."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+    is_first = bool(args) and isinstance(args[0], LateGather)
+    return (in_place and is_first) or any(True for _ in of_type(LateGather, kwargs.get("out")))
+
+
 def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a function as a `LateGather`; None if the function needs all values."""
     late, tensors = list(of_type(LateGather, (args, kwargs))), list(of_type(Tensor, (args, kwargs)))
@@ -303,6 +321,8 @@ def _are_parts(late: Sequence[LateGather]) -> bool:
 
 def _move(func: Any, late: Sequence[LateGather], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a function that moves values. Returns: None if it casts, or sums values (einsum)."""
+    if func is torch.einsum and len(late) > 1:  # a product
+        return None
     forms = func(*replace(LateGather, _form, args), **replace(LateGather, _form, kwargs))
     first = late[0]
     if isinstance(forms, Tensor) and (
@@ -366,6 +386,16 @@ def _gradient(form: Tensor, tokens: _Tokens, values: Tensor) -> LateGather:
     return LateGather(_Tokens(values, tokens.dim, tokens.sizes, tokens.groups), form, lambda x: x)
 
 
+def _values(gradient: Tensor) -> Tensor:
+    """Return the values of a gradient of tokens, which a hook may have scaled."""
+    if not isinstance(gradient, LateGather):
+        raise NotImplementedError(
+            "an output that is not gathered got the gradient of the whole tensor, from a hook or from a "
+            "torch.autograd.Function: compute the loss of the whole output, outside of loss_on_shards()"
+        )
+    return _changed(gradient.tokens.values, gradient.pointwise)
+
+
 class _Enter(torch.autograd.Function):
     """Tokens -> `LateGather`. Gradients between the functions are those of the tokens, in the form of whole tensors."""
 
@@ -378,7 +408,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None if grads[0] is None else grads[0].tokens.values, None, None, None
+        return None if grads[0] is None else _values(grads[0]), None, None, None
 
 
 class _Derive(torch.autograd.Function):
@@ -395,8 +425,7 @@ class _Derive(torch.autograd.Function):
         rest = [None] * (len(ctx.forms) - 1)
         if grads[0] is None:
             return None, None, *rest
-        given = grads[0].tokens
-        return None, _gradient(ctx.forms[0], given, given.values), *rest
+        return None, _gradient(ctx.forms[0], grads[0].tokens, _values(grads[0])), *rest
 
 
 class _Leave(torch.autograd.Function):

@@ -20,6 +20,9 @@ def reference_policy(model: nn.Module) -> Iterator[None]:
     No weights are copied. The model may be wrapped by Fabric, DDP, FSDP2 or `torch.compile`, and parallel; compiled
     blocks get a second graph. `requires_grad` does not change. Adapters that were off before stay off afterwards.
 
+    If gradients flow through this forward (to its inputs), call backward inside of the context, too: activation
+    checkpointing and `mlp_tiles` compute the forward again in backward, with the adapters of then.
+
         with torch.no_grad(), reference_policy(model):
             reference = model(...)
 

@@ -148,6 +148,71 @@ def _other_functions(rank: int, world: int) -> tuple[bool, str]:
     return equal, "no error"
 
 
+def _product(output: Tensor) -> Tensor:
+    return sample_means(_squared, torch.einsum("bcthw,bcthw->bcthw", output, output), TARGET)
+
+
+def _norm_of_channels(output: Tensor) -> Tensor:
+    return sample_means(lambda predicted, target: (predicted - target).norm(dim=1), output, TARGET)
+
+
+def _own_weights(output: Tensor) -> Tensor:
+    weights = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1, 1)
+    return sample_means(lambda predicted, target: weights * _squared(predicted, target), output, TARGET)
+
+
+def _broadcast_target(output: Tensor) -> Tensor:
+    return sample_means(_squared, output, TARGET[:, :1])
+
+
+def _scaled_gradient(output: Tensor) -> Tensor:
+    output.register_hook(lambda gradient: 3 * gradient)
+    return sample_means(_squared, output, TARGET)
+
+
+def _added_in_place(output: Tensor) -> Tensor:
+    sums = TARGET.clone()
+    sums += output
+    return sums.square()
+
+
+def _of_large_half_precision(output: Tensor) -> Tensor:
+    target = torch.full_like(TARGET, 200, dtype=torch.float16)
+    losses = sample_means(lambda p, t: (p.to(t.dtype) - t).square(), output, target)
+    return losses.float() + sample_means(lambda p, t: (p.to(t.dtype) - t).square(), output, target, 1000 * MASK)
+
+
+_UNUSUAL = (
+    *(_product, _norm_of_channels, _own_weights, _broadcast_target),
+    *(_scaled_gradient, _added_in_place, _of_large_half_precision),
+)
+
+
+def _unusual(rank: int, world: int) -> dict[str, float]:
+    """Relative errors of gradients."""
+    model: Any = wan().build().float()
+    strategy = ContextParallelStrategy(ring=world)
+    fabric = fabric_of(rank, world, strategy)
+    wrapped = fabric.setup(model)
+    arguments = {name: x.float() if x.is_floating_point() else x for name, x in wan().arguments().items()}
+    errors = {}
+    for loss in _UNUSUAL:
+        found = []
+        for context in (nullcontext(), strategy.loss_on_shards()):
+            model.zero_grad()
+            with context:
+                fabric.backward(loss(wrapped(**arguments, return_dict=False)[0]).mean())
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        errors[loss.__name__] = float((found[1] - found[0]).norm() / found[0].norm())
+    return errors
+
+
+@pytest.mark.full
+def test_unusual_losses_have_the_gradients_of_the_whole_output(run_ranks: RankPool) -> None:
+    for errors in run_ranks(2, _unusual):
+        assert all(error < 1e-5 for error in errors.values()), errors  # nan, too
+
+
 def test_other_functions_gather_the_output_first(run_ranks: RankPool) -> None:
     for equal, message in run_ranks(2, _other_functions):
         assert equal
