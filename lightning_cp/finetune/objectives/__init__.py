@@ -8,6 +8,7 @@ from lightning_cp.finetune.objectives.flow import FlowMatching
 from lightning_cp.finetune.objectives.micro_batch import MicroBatch, micro_batches
 from lightning_cp.finetune.objectives.objective import Noised, Objective
 from lightning_cp.finetune.objectives.policy import SdeStep, gaussian_kl, group_advantages, policy_loss, sde_step
+from lightning_cp.finetune.objectives.preference import dpo_loss
 from lightning_cp.finetune.objectives.reference import reference_policy
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Objective",
     "SdeStep",
     "Uniform",
+    "dpo_loss",
     "gaussian_kl",
     "group_advantages",
     "micro_batches",

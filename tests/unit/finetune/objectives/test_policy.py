@@ -12,7 +12,7 @@ from torch.distributions import Normal
 
 from lightning_cp.data import RandomStream
 from lightning_cp.finetune import LoraSettings, add_lora
-from lightning_cp.objectives import gaussian_kl, group_advantages, policy_loss, reference_policy, sde_step
+from lightning_cp.objectives import dpo_loss, gaussian_kl, group_advantages, policy_loss, reference_policy, sde_step
 from lightning_cp.training import sample_noise
 from tests.models.wan import wan
 
@@ -185,3 +185,15 @@ def test_a_model_without_a_reference_is_refused() -> None:
     model.fuse_lora()
     with pytest.raises(ValueError, match="merged"):
         reference_policy(model).__enter__()
+
+
+def test_the_preference_loss_is_log_2_for_the_reference_and_falls_where_the_preferred_error_falls_more() -> None:
+    reference = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)  # pairs (1, 3) and (2, 4)
+    assert torch.equal(dpo_loss(reference, reference, beta=5.0), torch.full((2,), math.log(2), dtype=torch.float64))
+    change = torch.tensor([-0.2, 0.1, -0.1, 0.0], dtype=torch.float64)
+    expected = torch.log1p(torch.exp(5.0 * torch.tensor([-0.1, 0.1], dtype=torch.float64)))
+    torch.testing.assert_close(dpo_loss(reference + change, reference, beta=5.0), expected)
+    with pytest.raises(ValueError, match="beta=0 must be above 0"):
+        dpo_loss(reference, reference, beta=0)
+    with pytest.raises(ValueError, match=r"must both be \[2b\]"):
+        dpo_loss(reference[:3], reference[:3], beta=1.0)
