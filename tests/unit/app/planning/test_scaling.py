@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import nn
 
-from lightning_cp.app.planning.scaling import Scaling, markdown, write
+from lightning_cp.app.planning import scaling
+from lightning_cp.app.planning.scaling import Scaling, markdown, scale, write
 from lightning_cp.app.planning.settings import scaling_of
 from lightning_cp.app.runs.recipe import conf_dir
 from lightning_cp.app.settings.table import SettingsError
@@ -56,6 +58,19 @@ def test_limits_name_the_first_degree_that_gives_less_than_15_percent() -> None:
         "ring pays up to 2: 4 is 1.12 times as fast (bound: ring)",
         "ranks pays up to 4: 8 is 1.05 times as fast (bound: host)",
     ]
+
+
+def test_a_table_of_sampling_ends_where_more_ranks_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 8.0, 2: 4.0, 4: 3.9, 8: 3.8, 16: 0.1}
+
+    def plan(request: Request, runs: object, *, advise: bool) -> Plan:
+        return _plan(request.ranks, _choice(Layout(ring=request.ranks), seconds[request.ranks]))
+
+    monkeypatch.setattr(scaling, "plan", plan)
+    request = Request(PlannedModel("m", nn.Identity, {}), 1, _H100, task="sample")
+    assert [x.request.ranks for x in scale(request, [_H100], [16, 1, 2, 4, 8])[0].plans] == [1, 2, 4, 8]
+    train = scale(replace(request, task="train"), [_H100], [*seconds])
+    assert [x.request.ranks for x in train[0].plans] == [*seconds]
 
 
 def test_files_are_written(tmp_path: Path) -> None:
