@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
@@ -235,9 +236,14 @@ def installed_on(module: nn.Module) -> Installed | None:
     return installed
 
 
-def sessions_in(module: nn.Module) -> list[Session]:
-    """Return the sessions of the parallel models in a module, which may be inside of DDP, peft or Fabric's wrapper."""
-    return [one.session for one in map(installed_on, module.modules()) if one is not None]
+def sessions_in(module: nn.Module) -> Iterator[Session]:
+    """Yield the sessions of the parallel models in a module, which may be inside of DDP, peft or Fabric's wrapper."""
+    installed = installed_on(module)
+    if installed is not None:
+        yield installed.session
+        return
+    for child in module.children():
+        yield from sessions_in(child)
 
 
 def _run(installed: Installed, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import described, layouts
-from lightning_cp.planning.request import Excluded, Plan, Request
+from lightning_cp.planning.request import Plan, Request, closest
 from lightning_cp.planning.search import is_of_every_layout, plan, ranked, why
 
 
@@ -50,16 +50,12 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
     if not plans:
         given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
         raise ValueError(f"no degrees are possible on {ranks} ranks{given}: {'; '.join(dict.fromkeys(problems))}")
-    raise ValueError(_nothing_fits(min(plans, key=lambda x: _closest(x).needs_bytes)))
-
-
-def _closest(result: Plan) -> Excluded:
-    return min((x for x in result.excluded if x.needs_bytes), key=lambda x: x.needs_bytes)
+    raise ValueError(_nothing_fits(min(plans, key=lambda x: closest(x.excluded).needs_bytes)))
 
 
 def _nothing_fits(result: Plan) -> str:
     """Return the missing memory, and the cheapest change: sharded weights or checkpointing, else that of `plan`."""
-    data = _closest(result).layout.data
+    data = closest(result.excluded).layout.data
     others = plan(replace(result.request, fixed={"data": data}))
     if others.best is None:
         return result.reason

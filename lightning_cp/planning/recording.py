@@ -18,7 +18,8 @@ from lightning_cp.comm.observer import observing
 from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
 from lightning_cp.engine.installed import sessions_in
-from lightning_cp.engine.sharding.late_gather import keeping_shards, sample_means
+from lightning_cp.engine.sharding.late_gather import keeping_shards
+from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
 from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class Request:
         """Bytes of a rank for the step."""
         return (self.memory - self.reserved_gb) * GB
 
+    def missing_gb(self, layout: Excluded) -> float:
+        """Return the memory of a rank that a layout lacks, in GB."""
+        return (layout.needs_bytes - self.available) / GB
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -103,6 +108,12 @@ class Choice:
         """Bytes at the peak of memory."""
         return sum(self.peak.values())
 
+    @property
+    def measured_sample_s(self) -> float:
+        """Measured seconds per sample and step, see `sample_s`. Only for a layout that was measured."""
+        assert self.measured_s is not None, "the layout was not measured"
+        return self.measured_s * self.sample_s / self.times.seconds
+
 
 @dataclass(frozen=True)
 class Excluded:
@@ -111,6 +122,11 @@ class Excluded:
     layout: Layout
     reason: str
     needs_bytes: float = 0.0
+
+
+def closest(excluded: Iterable[Excluded]) -> Excluded:
+    """Return the layout that was excluded for its memory and needs the least; there must be one."""
+    return min((x for x in excluded if x.needs_bytes), key=attrgetter("needs_bytes"))
 
 
 @dataclass(frozen=True)
@@ -134,3 +150,8 @@ class Plan:
     def best(self) -> Choice | None:
         """The layout to use; None if nothing fits."""
         return self.choices[0] if self.choices else None
+
+    @property
+    def fastest(self) -> Choice | None:
+        """The layout with the shortest predicted time of a sample; None if nothing fits."""
+        return min(self.choices, key=attrgetter("sample_s"), default=None)

@@ -13,7 +13,7 @@ from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
 from lightning_cp.planning.step import Checkpointing, Layout
 from lightning_cp.planning.timeline import time_step
 
@@ -192,22 +192,22 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
 def _what_is_missing(search: _Search, *, advise: bool) -> str:
     """Return how much memory is missing, and the first of some changes that would fit, from the cheapest on."""
     request = search.request
-    closest = min((x for x in search.excluded if x.needs_bytes), key=lambda x: x.needs_bytes)
-    missing = (closest.needs_bytes - request.available) / GB
-    text = f"nothing fits: {described(closest.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB"
-    return f"{text}; {_change_that_fits(search, closest.layout)}" if advise else text
+    found = closest(search.excluded)
+    missing = request.missing_gb(found)
+    text = f"nothing fits: {described(found.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB"
+    return f"{text}; {_change_that_fits(search, found.layout)}" if advise else text
 
 
-def _change_that_fits(search: _Search, closest: Layout) -> str:
+def _change_that_fits(search: _Search, smallest: Layout) -> str:
     request = search.request
     level: Checkpointing = "full" if request.task == "train" and search.can_checkpoint else "none"
     if request.task == "train" and request.lora is None:
         smaller = _Search(replace(request, lora=LoraSettings(rank=16)), DryRuns())
-        layout = replace(closest, checkpointing=level, sharded=request.ranks > 1)
+        layout = replace(smallest, checkpointing=level, sharded=request.ranks > 1)
         if smaller.run(layout).peak_bytes <= request.available:
             return f"lora.rank=16 would fit ({described(layout)})"
     for factor in (2, 4, 8, 16):
-        layout = replace(closest, ring=closest.ring * factor, sharded=True, checkpointing=level)
+        layout = replace(smallest, ring=smallest.ring * factor, sharded=True, checkpointing=level)
         if problem_of(layout, request.model) is None and search.run(layout).peak_bytes <= request.available:
             return f"ranks={layout.ranks} would fit ({described(layout)})"
     return "neither LoRA nor 16 times as many ranks would fit: use a smaller size, or devices with more memory"

@@ -25,7 +25,7 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
-from lightning_cp.engine.sharding.late_gather import sample_means
+from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import prove_membership
@@ -213,7 +213,7 @@ class ContextParallelMixin:
         target: Tensor,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """Return the weighted mean of the errors of each sample; see `engine.sharding.late_gather.sample_means`."""
+        """Return the weighted mean of the errors of each sample; see `engine.sharding.sample_means`."""
         return sample_means(error, output, target, weight)
 
     def process_dataloader(self, dataloader: Any) -> Any:

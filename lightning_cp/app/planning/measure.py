@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -62,7 +63,7 @@ def measured(
     A layout that fails is replaced by the next one; at most `2 * number` are tried.
 
     Args:
-        number: of layouts to measure.
+        number: number of layouts to measure.
         settings: of recipes/plan.py.
         folder: for the logs of the ranks.
         report: called with one line for each layout.
@@ -77,7 +78,9 @@ def measured(
         found = tried[-1]
         shown = f"failed: {found.failure}" if found.measured_s is None else f"{1e3 * found.measured_s:,.1f} ms"
         report(f"measured {described(choice.layout)}: {shown}")
-    choices, equal = ranked((x for x in tried if x.measured_s is not None), within=CLASS, seconds=_sample_seconds)
+    choices, equal = ranked(
+        (x for x in tried if x.measured_s is not None), within=CLASS, seconds=attrgetter("measured_sample_s")
+    )
     rest = (*(x for x in tried if x.measured_s is None), *plan.choices[len(tried) :])
     if not choices:
         return replace(plan, choices=rest)
@@ -99,12 +102,6 @@ def _run(choice: Choice, index: int, request: Request, settings: DictConfig, fol
     if found.kind is FailureKind.STOPPED:
         raise StoppedError(message, found.exit_code)
     return replace(choice, failure=message[:300])
-
-
-def _sample_seconds(choice: Choice) -> float:
-    """Return the measured seconds per sample and step; see `Choice.sample_s`."""
-    assert choice.measured_s is not None, "only measured layouts are compared"
-    return choice.measured_s * choice.sample_s / choice.times.seconds
 
 
 def _why(choices: tuple[Choice, ...], equal: int, plan: Plan) -> str:

@@ -15,7 +15,7 @@ from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, Device, as_figures
 from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import described
-from lightning_cp.planning.request import Choice, Plan, Request
+from lightning_cp.planning.request import Choice, Plan, Request, closest
 from lightning_cp.planning.search import CLASS, plan
 
 _HEAD = ("device", "ranks", "layout", "GB", "s / sample", "speed-up", "bound")
@@ -32,19 +32,18 @@ class Scaling:
     @property
     def fitting(self) -> list[tuple[Plan, Choice]]:
         """The plans in which a layout fits, each with its fastest one."""
-        return [(x, min(x.choices, key=lambda choice: choice.sample_s)) for x in self.plans if x.choices]
+        return [(x, x.fastest) for x in self.plans if x.fastest is not None]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the cells of the table."""
         first = self.fitting[0][1].sample_s if self.fitting else 0.0
         for found in self.plans:
             request = found.request
-            if not found.choices:
-                closest = min((x for x in found.excluded if x.needs_bytes), key=lambda x: x.needs_bytes)
-                missing = (closest.needs_bytes - request.available) / GB
+            best = found.fastest
+            if best is None:
+                missing = request.missing_gb(closest(found.excluded))
                 yield self.device.name, str(request.ranks), f"none fits: {missing:.3g} GB more", "", "", "", ""
                 continue
-            best = min(found.choices, key=lambda choice: choice.sample_s)
             share = best.times.by_bound[best.times.bound] / best.times.seconds
             yield (
                 self.device.name,
@@ -105,7 +104,7 @@ def scale(request: Request, devices: Sequence[Device], ranks: Sequence[int]) -> 
         plans: list[Plan] = []
         for number in sorted(ranks):
             plans.append(plan(replace(request, device=device, ranks=number), runs, advise=False))
-            fits = [min(x.choices, key=lambda choice: choice.sample_s) for x in plans[-3:] if x.choices]
+            fits = [x.fastest for x in plans[-3:] if x.fastest is not None]
             if request.task == "sample" and len(fits) == 3 and fits[0].sample_s < CLASS * fits[-1].sample_s:
                 break
         found.append(Scaling(device, tuple(plans)))

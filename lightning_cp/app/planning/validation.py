@@ -74,12 +74,9 @@ class Validation:
             if len(rows) > 1:
                 best = ranked(row.choice for row in rows)[0][0]
                 first = next(row for row in rows if row.choice is best)
-                costs[group] = first, _per_sample(first) / min(map(_per_sample, rows))
+                fastest = min(row.choice.measured_sample_s for row in rows)
+                costs[group] = first, first.choice.measured_sample_s / fastest
         return costs
-
-
-def _per_sample(row: Row) -> float:
-    return row.measured_s * row.choice.sample_s / row.choice.times.seconds
 
 
 def check_validation(config: DictConfig) -> str:

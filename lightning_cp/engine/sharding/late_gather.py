@@ -1,9 +1,9 @@
-"""Leave out the gather of a model's output: keep this rank's tokens, and compute the loss on them.
+"""Leave out the gather of a model's output: keep this rank's tokens until something needs all values.
 
 After its last gather, a model usually only moves values: it joins patches to pictures. A `LateGather` has the shape of
 the whole tensor, but holds only this rank's tokens. It records the functions that move values, and those that change
-each value alone, such as a cast. `sample_means` moves target and weights back to the order of the tokens, and cuts
-them as the tokens are cut. Any other function gathers the tensor first, so it gets all values.
+each value alone, such as a cast. `sample_means` computes a loss on the tokens. Any other function gathers the tensor
+first, so it gets all values.
 """
 
 from __future__ import annotations
@@ -20,28 +20,17 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.torch_names import make_wrapper_subclass, without_dispatch_modes
-from lightning_cp.engine.session import Session
+from lightning_cp.compat.torch_names import make_wrapper_subclass
+from lightning_cp.engine.session import Call, Session
 from lightning_cp.mesh.groups import groups_by_name
 from lightning_cp.nest import of_type, replace
 
 _LOG = logging.getLogger(__name__)
 # Functions that move values, by name.
 _MOVES = {
-    *("__getitem__", "cat", "chunk", "clone", "contiguous", "flatten", "movedim", "moveaxis", "narrow", "permute"),
-    *(
-        "reshape",
-        "select",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "stack",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "tensor_split",
-    ),
-    *("transpose", "unbind", "unflatten", "unsqueeze", "view", "einsum"),
+    *("__getitem__", "cat", "chunk", "clone", "contiguous", "einsum", "flatten", "moveaxis", "movedim", "narrow"),
+    *("permute", "reshape", "select", "split", "split_with_sizes", "squeeze", "stack", "swapaxes", "swapdims", "t"),
+    *("tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view"),
 }
 # Those that need only the shape of a second tensor.
 _LIKE = {"view_as", "reshape_as"}
@@ -153,14 +142,21 @@ class LateGather(Tensor):
         return f"LateGather(shape={tuple(self.shape)}, tokens={tuple(self.tokens.values.shape)})"
 
 
-def keep_shards(x: Tensor, dim: int, sizes: Sequence[int], groups: str) -> Tensor:
-    """Return a `LateGather` of this rank's shard `x`. Args: see `gather_shards`.
+def gather_output(x: Tensor, dim: int, sizes: Sequence[int], call: Call, *, late: bool) -> Tensor:
+    """Gather this rank's shard `x` of an output, or return a `LateGather` of it.
 
-    The shard is gathered at once in compiled code and under function transforms.
+    The shard is gathered at once if there is nothing to gain (one rank, patches), in compiled code, and under function
+    transforms.
+
+    Args:
+        dim, sizes: see `gather_shards`.
+        call: the forward that returns the output.
+        late: return a `LateGather` if possible.
     """
-    if torch.compiler.is_compiling() or transforms_are_on():
-        return gather_shards(x, dim, list(sizes), groups)
-    result: Tensor = _Enter.apply(x, dim, tuple(sizes), groups)  # type: ignore[no-untyped-call]
+    late = late and call.groups.context is not None and call.evaluation is None
+    if not late or torch.compiler.is_compiling() or transforms_are_on():
+        return gather_shards(x, dim, list(sizes), call.groups.name)
+    result: Tensor = _Enter.apply(x, dim, tuple(sizes), call.groups.name)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -182,60 +178,7 @@ def whole(x: Tensor) -> Tensor:
     if not isinstance(x, LateGather):
         return x
     tokens = x.tokens
-    return _changed(x.moved(gather_shards(_tokens_of(x), tokens.dim, list(tokens.sizes), tokens.groups)), x.pointwise)
-
-
-def sample_means(
-    error: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor, weight: Tensor | None = None
-) -> Tensor:
-    """Return the weighted mean of the errors of each sample, [b]. An output that is not gathered stays so.
-
-    Args:
-        error: returns the error of each element, from tensors like `output` and `target`, of any equal shapes. If it
-            returns another shape, such as a norm over channels, the output is gathered.
-        output: [b, ...].
-        target: like `output`. If it or the weight requires grad, or the shapes differ, the output is gathered.
-        weight: weight of each element, broadcastable to `target`; None: 1. A sample with weight 0 everywhere has 0.
-    Raises: ValueError: a weight, and errors of another shape.
-    Ranks: all of the context group, each with the whole target; each returns the whole mean. Gradient: of the whole
-        mean, to be averaged over the ranks.
-    """
-    wide = torch.promote_types(target.dtype, torch.float32)  # sums of half precision overflow, and round
-    weights = None if weight is None else weight.to(wide).expand_as(target)
-    if isinstance(output, LateGather):
-        needs_grad = target.requires_grad or (weight is not None and weight.requires_grad)
-        differs = target.shape != output.shape
-        reason = "the gradient or the shape of the target" if needs_grad or differs else "the order of its samples"
-        if needs_grad or differs or not _is_by_sample(output):
-            note_gather(reason)
-            output = whole(output)
-    if not isinstance(output, LateGather):
-        errors = error(output, target)
-        if weights is None:
-            return errors.flatten(1).mean(dim=1)
-        if errors.shape != weights.shape:
-            raise ValueError(
-                f"the errors {tuple(errors.shape)} have another shape than the target {tuple(target.shape)}, so the "
-                "weight cannot be applied: return an error for each element, or multiply by the weights in `error`"
-            )
-        sums, total = (errors * weights).flatten(1).sum(dim=1), weights.flatten(1).sum(dim=1)
-        return sums / torch.where(total > 0, total, 1.0)
-    tokens = output.tokens
-    own_output = _changed(_tokens_of(output), output.pointwise)
-    errors = error(own_output, _cut(output, target))
-    if errors.shape != own_output.shape:
-        note_gather("errors of another shape")
-        return sample_means(error, whole(output), target, weight)
-    if weights is not None or output.numel() != torch.Size(tokens.shape).numel():  # the model drops some tokens
-        weights = torch.ones((), dtype=wide, device=target.device).expand_as(target) if weights is None else weights
-        errors = errors * _cut(output, weights)
-    own = errors.flatten(1).sum(dim=1, dtype=torch.promote_types(errors.dtype, wide))
-    ranks = groups_by_name(tokens.groups).context_size
-    sums = gather_shards(own.unsqueeze(0), 0, [1] * ranks, tokens.groups).sum(dim=0)
-    if weights is None:
-        return (sums / (target.numel() // len(target))).to(errors.dtype)
-    total = weights.sum(dim=tuple(range(1, weights.ndim)))
-    return sums / torch.where(total > 0, total, 1.0)
+    return _changed(x.moved(gather_shards(_raw_tokens(x), tokens.dim, list(tokens.sizes), tokens.groups)), x.pointwise)
 
 
 def note_gather(name: str) -> None:
@@ -246,42 +189,6 @@ def note_gather(name: str) -> None:
 
 
 _NOTED: set[str] = set()
-
-
-def _cut(output: LateGather, x: Tensor) -> Tensor:
-    """Return the elements of `x` at the places of this rank's tokens. Args: x: like `output`.
-
-    Tokens that the model drops have no place in `x`: 0 for them.
-    """
-    with torch.inference_mode(False), torch.enable_grad():  # moving values is linear, and its adjoint moves them back
-        start = torch.zeros((), dtype=x.dtype, device=x.device).expand(output.tokens.shape).requires_grad_()
-        (moved,) = torch.autograd.grad(output.moved(start), start, x.detach())
-    return output.tokens.cut(moved)
-
-
-_BY_SAMPLE: dict[tuple[Any, ...], bool] = {}
-
-
-def _is_by_sample(output: LateGather) -> bool:
-    """Return True if sample i of the tokens is sample i of the output, and no token is in the output twice.
-
-    Each form is tried once, on tensors that have the number of their sample as values.
-    """
-    shape = output.tokens.shape
-    key = (shape, tuple(output.shape), output.history)
-    if key not in _BY_SAMPLE:
-        if len(_BY_SAMPLE) >= 256:
-            _BY_SAMPLE.clear()
-        with without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-            start = torch.zeros(()).expand(shape).requires_grad_()
-            moved = output.moved(start)
-            samples = torch.arange(1.0, len(moved) + 1).view(-1, *[1] * (moved.ndim - 1)).expand_as(moved)
-            (count,) = torch.autograd.grad(moved, start, torch.ones(()).expand_as(moved), retain_graph=True)
-            (sample,) = torch.autograd.grad(moved, start, samples)
-            rows = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1))
-            fits = shape[0] == len(moved) and output.tokens.dim > 0
-            _BY_SAMPLE[key] = fits and bool((count <= 1).all()) and bool((sample == count * rows).all())
-    return _BY_SAMPLE[key]
 
 
 def _changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -375,15 +282,19 @@ def _changed(x: Tensor, pointwise: Sequence[_Pointwise]) -> Tensor:
     return x
 
 
-def _tokens_of(x: LateGather) -> Tensor:
-    """Return the tokens with their gradient."""
+def tokens_of(x: LateGather) -> Tensor:
+    """Return this rank's tokens with their gradient, after the functions of each value that were called."""
+    return _changed(_raw_tokens(x), x.pointwise)
+
+
+def _raw_tokens(x: LateGather) -> Tensor:
     result: Tensor = _Leave.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
 def _gradient(form: Tensor, tokens: _Tokens, values: Tensor) -> LateGather:
     """Return the gradient with respect to a tensor of this form, which holds that with respect to its tokens."""
-    return LateGather(_Tokens(values, tokens.dim, tokens.sizes, tokens.groups), form, lambda x: x)
+    return LateGather(_Tokens(values, tokens.dim, tokens.sizes, tokens.groups), form, _SAME)
 
 
 def _values(gradient: Tensor) -> Tensor:
@@ -404,7 +315,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         tokens = _Tokens(x.detach(), dim, sizes, groups)
         form = torch.empty(tokens.shape, dtype=x.dtype, device="meta")
-        return LateGather(tokens, form, partial(_same))
+        return LateGather(tokens, form, _SAME)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -448,3 +359,6 @@ def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+_SAME = partial(_same)  # `_moved` finds what moves the values of arguments by the type `partial`

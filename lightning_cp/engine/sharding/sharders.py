@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.late_gather import keep_shards
+from lightning_cp.engine.sharding.late_gather import gather_output
 from lightning_cp.engine.sharding.lengths import find_sizes
 from lightning_cp.engine.sharding.missing_split import unplanned_shapes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
@@ -35,14 +34,15 @@ class ArgumentHook(EngineHook):
     order: Sequence[str] = ()  # names of the forward's arguments
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positional, named = list(args), dict(kwargs)
-        if not torch.compiler.is_compiling() and self.session.current().split_block is module:
-            self.session.current().split_block = None
-            return args, kwargs
-        if not torch.compiler.is_compiling() and not self.session.succeeded:  # traced reads become guards
+        if not torch.compiler.is_compiling():  # traced reads become guards
             call = self.session.current()
-            call.block = self.name
-            call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
+            if call.split_block is module:
+                call.split_block = None
+                return args, kwargs
+            if not self.session.succeeded:
+                call.block = self.name
+                call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
+        positional, named = list(args), dict(kwargs)
         if self.refused:
             refuse_arguments(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
@@ -116,9 +116,7 @@ class OutputHook(EngineHook):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        late = self.session.keeps_shards and call.groups.context is not None and call.evaluation is None
-        gather = keep_shards if late else gather_shards
-        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        return gather_output(x, spec.dim % x.ndim, sizes, call, late=self.session.keeps_shards)
 
 
 def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

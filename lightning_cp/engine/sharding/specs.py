@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.sparse.handles import is_block_mask
-from lightning_cp.comm.shards import gather_shards, sizes_in
+from lightning_cp.comm.shards import sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.late_gather import keep_shards
+from lightning_cp.engine.sharding.late_gather import gather_output
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
@@ -281,8 +281,8 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call, *, late: bool
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim
-    gather = keep_shards if late and call.groups.context is not None and call.evaluation is None else gather_shards
-    gathered = gather(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
+    sizes = [n for s in spec.modalities for n in call.sizes_of(s)]
+    gathered = gather_output(x, dim, sizes, call, late=late)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.installed import sessions_in
-from lightning_cp.engine.sharding.late_gather import keeping_shards, sample_means
+from lightning_cp.engine.sharding.late_gather import keeping_shards
+from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents

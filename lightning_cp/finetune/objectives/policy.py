@@ -21,7 +21,8 @@ class SdeStep(NamedTuple):
     Attributes:
         next: noisy latents after the step, [b, ...].
         log_prob: logarithm of the density of `next`, the mean over the elements of a sample, [b].
-        mean, std: of the normal distribution of `next`, like `next` and broadcastable to it.
+        mean: mean of the normal distribution of `next`, [b, ...].
+        std: standard deviation of this distribution, broadcastable to `next`.
     """
 
     next: Tensor
@@ -108,9 +109,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, c
     `sde_step` returns means over elements, so ratios are close to 1 and a usual `clip` is 1e-5 to 1e-3.
 
     Args:
-        log_prob: of the model that is trained, [b].
-        old_log_prob: of the rollout, [b].
-        advantages: A of each sample, [b].
+        log_prob: log-probabilities of the model that is trained, [b].
+        old_log_prob: log-probabilities of the rollout, [b].
+        advantages: advantage A of each sample, [b].
         clip: largest change of the ratio that is rewarded.
     Raises: ValueError: clip is not above 0.
     """

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_cp.comm import shards
 from lightning_cp.engine.sharding import late_gather
-from lightning_cp.engine.sharding.late_gather import LateGather, sample_means
+from lightning_cp.engine.sharding.late_gather import LateGather
+from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune import LoraSettings, add_lora
 from tests.dist.compare import nothing_narrowed
@@ -80,7 +81,10 @@ def _compare(
         gathered.append(tuple(x.shape))
         return original(x, *arguments)
 
-    with mock.patch.object(late_gather, "gather_shards", recorded):
+    with (
+        mock.patch.object(late_gather, "gather_shards", recorded),
+        mock.patch("lightning_cp.engine.sharding.sample_means.gather_shards", recorded),
+    ):
         with strategy.loss_on_shards():
             loss = _loss(wrapped, dtype, masked=True)
         fabric.backward(loss)

@@ -19,7 +19,12 @@ WAN_14B = {"rope_max_seq_len": 16384}
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained. Attributes: lora_rank: None: all weights. sharded: weights are sharded over the ranks."""
+    """The weights that are trained.
+
+    Attributes:
+        lora_rank: rank of the LoRA; None: all weights are trained.
+        sharded: True: weights are sharded over the ranks.
+    """
 
     lora_rank: int | None
     sharded: bool
