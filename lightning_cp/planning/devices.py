@@ -21,11 +21,12 @@ class Device:
         name: for tables and messages.
         tflops: peak of matrix products in bfloat16 (CPU: float32), in TFLOP/s.
         memory_gb: memory, in 10^9 bytes.
-        memory_gbs: bandwidth of the memory that operators reach, in GB/s.
+        memory_gbs: bytes read and written per second by operators that are not products, in GB/s.
         link_gbs: bandwidth between ranks of a node.
         network_gbs: bandwidth between nodes.
         node_ranks: ranks of a node.
         matmul_share, attention_share: shares of `tflops` that matrix products and attention reach.
+        shards_share: share of the bandwidth between ranks that the collectives of sharded weights reach.
         call_us: host time of a call into PyTorch in forward, in microseconds.
         backward_call_us: the same in backward and in the optimizer's step.
         exchange_us: additional host time of an exchange.
@@ -46,6 +47,7 @@ class Device:
     node_ranks: int = 8
     matmul_share: float = 0.65
     attention_share: float = 0.6
+    shards_share: float = 1.0
     call_us: float = 9.0
     backward_call_us: float = 7.5
     exchange_us: float = 50.0

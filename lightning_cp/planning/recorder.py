@@ -107,11 +107,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_collective(self, func: Any, args: Any) -> None:
         """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
-        ranks = dist.get_world_size()
-        if schema_of(func).name == "c10d::_allgather_base_":
-            self._gathers.append(self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1)))
-        elif schema_of(func).name == "c10d::_reduce_scatter_base_":
-            self._start(WORLD, args[1].numel() * args[1].element_size() * (ranks - 1) // ranks)
+        name, others = schema_of(func).name, dist.get_world_size() - 1
+        if name == "c10d::_allgather_base_":
+            size = args[1].numel() * args[1].element_size()
+            self._gathers.append(self._start(WORLD, size * others, of_shards=True))
+        elif name == "c10d::_reduce_scatter_base_":
+            size = args[1].numel() * args[1].element_size()
+            self._start(WORLD, size * others // (others + 1), of_shards=True)
 
     def _record_fsdp(self, func: Any, given: list[Tensor]) -> None:
         """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them."""
@@ -121,9 +123,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.tracker.move(x, "weights")
                 self.tracker.watch(x)
 
-    def _start(self, link: str, sent_bytes: int) -> int:
+    def _start(self, link: str, sent_bytes: int, *, of_shards: bool = False) -> int:
         self._started += 1
-        self.segments[-1].events.append(Start(self._started - self._before, link, sent_bytes))
+        self.segments[-1].events.append(Start(self._started - self._before, link, sent_bytes, of_shards))
         return self._started
 
     def _wait(self, started: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Checkpointing = Literal["none", "full", "selective"]
@@ -53,12 +53,17 @@ class Compute:
 class Start:
     """The start of a transfer.
 
-    Attributes: number: counted from 1 in each part. link: name of the communicator. sent_bytes: what this rank sends.
+    Attributes:
+        number: counted from 1 in each part.
+        link: name of the communicator.
+        sent_bytes: what this rank sends.
+        of_shards: it gathers sharded weights, or scatters their gradients.
     """
 
     number: int
     link: str
     sent_bytes: int
+    of_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Step:
             for _ in range(part.repeats):
                 for event in part.events:
                     if isinstance(event, Start):
-                        yield Start(event.number + offset, event.link, event.sent_bytes)
+                        yield replace(event, number=event.number + offset)
                     elif isinstance(event, Wait) and event.number is not None:
                         yield Wait(event.number + offset)
                     else:

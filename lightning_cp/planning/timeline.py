@@ -94,6 +94,7 @@ class _Clock:
         elif isinstance(event, Start):
             self.host += self._device.exchange_us * 1e-6
             bandwidth = self._device.bandwidth(span_of(event.link, self._layout))
+            bandwidth *= self._device.shards_share if event.of_shards else 1.0
             begin = max(self.host, self.compute, self._links.get(event.link, 0.0))
             end = begin + self._device.latency_us * 1e-6 + event.sent_bytes / bandwidth
             self._links[event.link] = end

@@ -178,7 +178,8 @@ def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
     assert "not calibrated" not in planned.stdout
     device = _read(tmp_path)["device"]
     assert device["source"] == "measured"
-    assert all(device[name] > 0 for name in ("tflops", "attention_share", "memory_gbs", "link_gbs", "call_us"))
+    rates = ("tflops", "attention_share", "shards_share", "memory_gbs", "link_gbs", "call_us")
+    assert all(device[name] > 0 for name in rates)
 
 
 @pytest.mark.full

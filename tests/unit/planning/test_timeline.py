@@ -82,6 +82,13 @@ def test_links_between_nodes_are_slower() -> None:
         assert time_step(step, DEVICE).seconds == pytest.approx(seconds)
 
 
+def test_collectives_of_sharded_weights_have_a_share_of_the_bandwidth() -> None:
+    device = replace(DEVICE, shards_share=0.25)
+    for of_shards, seconds in ((False, 2e-3), (True, 8e-3)):
+        step = _step(Start(1, "world", SEND, of_shards), Wait(1), layout=Layout(data=2))
+        assert time_step(step, device).seconds == pytest.approx(seconds)
+
+
 def test_operators_take_the_time_of_products_memory_or_launches() -> None:
     events = {
         "aten::mm": (Compute("aten::mm", 10**9, 10**6), 1e-3),
