@@ -1,7 +1,4 @@
-"""Ideogram 4: one packed modality of text and image, with a full mask by segment.
-
-The output of the last block is gathered, because per-token timesteps modulate the final layer too.
-"""
+"""Ideogram 4: one packed modality of text and image, with a full mask by segment and a timestep for each token."""
 
 from lightning_cp.plans.plan import Plan, mask, patches, split
 
@@ -15,7 +12,8 @@ PLANS = {
                 "adaln_input": split(1, "image"),
             },
         },
-        gather={"layers.-1": split(1, "image")},
+        arguments={"final_layer": {"conditioning": split(1, "image")}},
+        gather={"final_layer": split(1, "image")},
         patches=patches("image"),
         packed=("hidden_states", "timestep", "encoder_hidden_states", "position_ids", "segment_ids", "indicator"),
     ),

@@ -35,7 +35,8 @@ PLANS = {
         },
         halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
-        gather={"transformer_blocks.-1": split(1, "image")},
+        arguments={"norm_out": {"temb": split(1, "image")}},
+        gather={"proj_out": split(1, "image")},
         patches=patches("image"),
     ),
 }
