@@ -88,7 +88,7 @@ TINY = {
             "text_rope_pos": torch.arange(7),
         },
     ),
-    "kandinsky6": kandinsky6(7),
+    "kandinsky6": kandinsky6(10),  # for 3 patches on 3 ranks
     "kandinsky6_other_widths": kandinsky6(
         5,
         ca_rope=False,
