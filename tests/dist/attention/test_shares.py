@@ -36,7 +36,7 @@ from tests.dist.vaes import ALL, make_vae
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
-from tests.models.tiny import with_short_text
+from tests.models.tiny import dense_flex_attention, with_short_text
 from tests.models.wan import wan
 from tests.pipelines import table
 
@@ -56,7 +56,8 @@ def _checked(rank: int, world: int, name: str, mode: str, text: int | None) -> s
         arguments = with_short_text(arguments, text)
     if "return_dict" in inspect.signature(type(model).forward).parameters:  # Z-Image's ControlNet has none
         arguments["return_dict"] = False
-    found = check_plan(model, arguments, MODES[mode](world), training=tiny.training, shares=SHARES[world])
+    with dense_flex_attention():
+        found = check_plan(model, arguments, MODES[mode](world), training=tiny.training, shares=SHARES[world])
     assert found.outputs
     return "" if found.passed else str(found)
 
