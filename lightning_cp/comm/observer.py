@@ -16,7 +16,7 @@ class Transfer:
     """A transfer that starts.
 
     Attributes:
-        number: of the transfer in this process, see `Pending.number`.
+        number: number of the transfer in this process, see `Pending.number`.
         group: its process group.
         sent, received: (rank within the group, buffer), also of this rank's own part of a collective.
     """

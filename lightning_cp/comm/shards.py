@@ -130,7 +130,7 @@ def own_shard(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None = No
 def gather_uneven(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None = None) -> Tensor:
     """All-gather a sharded tensor of unknown shard sizes; the sizes are all-gathered first.
 
-    Args: order: that of `own_shard`, which is undone.
+    Args: order: the order that `own_shard` got, to undo it.
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
     """
     dim %= x.ndim

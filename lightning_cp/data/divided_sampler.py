@@ -54,7 +54,8 @@ class DividedBatchSampler(OrderSampler):
         division: how a batch is divided over the data groups.
         batch_size: global batch size, over all data ranks; not necessarily a multiple of their number.
         degrees: data group of this rank, by the context degree of a step.
-        mixed: True: a batch holds samples of all sizes, in random order. False: of one size, see `BucketBatchSampler`.
+        mixed: True: a batch holds samples of all sizes, in random order. False: samples of one size, see
+            `BucketBatchSampler`.
         seed: seed of the order.
     Raises: ValueError: batch_size is less than the number of data groups or more than the number of samples, or a
         sample has fewer tokens than ranks that may share it.

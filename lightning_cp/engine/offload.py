@@ -87,7 +87,10 @@ class OffloadCheckpoint:
 class _Inputs:
     """Inputs of one checkpointed block in host memory. Freed with the block's part of the graph.
 
-    Args: addresses: of the storages to copy. before: returns the inputs of the block before. side: makes streams.
+    Args:
+        addresses: addresses of the storages to copy.
+        before: returns the inputs of the block before.
+        side: makes streams.
     """
 
     def __init__(

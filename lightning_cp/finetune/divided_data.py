@@ -97,7 +97,7 @@ def divided_loader(
         batch_size: global batch size, over all data ranks.
         ranks: the strategy; its `degrees` choose the context degree of each step. None: one process loads all the data.
         seed: seed of the order and of the workers.
-        mixed: True: a batch holds samples of all sizes. False: of one size.
+        mixed: True: a batch holds samples of all sizes. False: samples of one size.
         attention_tokens, reduction: see `BatchDivision`.
         micro_batch_size: largest number of samples of one size that pass the model together; None: all. Must be 1 for
             a family with `one_per_call`, such as MiniMax-H3.

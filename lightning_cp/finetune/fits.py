@@ -147,7 +147,7 @@ def check_cache(
 def pipeline_facts(folder: Path, names: Collection[str]) -> dict[str, tuple[str, Any]]:
     """Read facts of a pipeline from its config files; a file that is not here states none.
 
-    Args: folder: of the pipeline. names: of the facts, see `Family.facts`.
+    Args: folder: folder of the pipeline. names: names of the facts, see `Family.facts`.
     Returns: for each fact that is found, the component that states it, and its value.
     Raises: ValueError: a file is damaged. FamilyError: the scheduler is of an unknown class, or has no such schedule.
     """

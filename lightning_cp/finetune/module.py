@@ -68,7 +68,7 @@ class FineTuning(LightningModule):
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
-        mixed: batches of `data` hold samples of all sizes, see `divided_loader`; False: of one size.
+        mixed: batches of `data` hold samples of all sizes, see `divided_loader`; False: samples of one size.
         micro_batch_size: gradient accumulation: number of samples that a rank passes through the transformer at once;
             None: all of its samples. Losses and weights do not depend on it, unlike with Lightning's
             `accumulate_grad_batches`.

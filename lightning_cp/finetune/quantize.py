@@ -105,7 +105,7 @@ def pack(weight: Tensor, weights: str) -> Tensor:
 def unpack(packed: Tensor, weights: str, columns: int, table: Tensor | None = None) -> Tensor:
     """Return the values of quantised rows: [rows, bytes] -> [rows, columns], float32.
 
-    Args: table: that of the format, on the device of `packed`; None: it is copied there.
+    Args: table: table of the format, on the device of `packed`; None: it is copied there.
     """
     layout = FORMATS[weights]
     block = layout.block or columns

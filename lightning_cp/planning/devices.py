@@ -108,7 +108,7 @@ def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
     """Return a device of the table, or one with these figures.
 
     Args:
-        name: of the table; any name if `figures` has all rates without a default.
+        name: name in the table; any other name if `figures` has all rates without a default.
         figures: attributes of `Device` that differ from the table.
     Raises: ValueError: an unknown device or figure; says which figures are needed.
     """

@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compute:
-    """One operator on the compute stream. Attributes: moved_bytes: bytes read and written. launches: of kernels."""
+    """An operator on the compute stream. Attributes: moved_bytes: bytes read and written. launches: kernels launched."""
 
     name: str
     flops: int
@@ -70,7 +70,7 @@ class Start:
 class Wait:
     """The compute stream waits for a transfer.
 
-    Attributes: number: that of its `Start`; 0 or less: in the part before, counted back from its last transfer; None:
+    Attributes: number: number of its `Start`; 0 or less: in the part before, counted back from its last transfer; None:
         wait for all transfers so far.
     """
 

@@ -16,7 +16,9 @@ _PRODUCTS = ("::mm", "::bmm", "::addmm", "::baddbmm", "::convolution", "::convol
 class Times:
     """The time of a step of one rank.
 
-    Attributes: seconds: of the step. by_bound: seconds in which the device computes, waits for the host, or for a link.
+    Attributes:
+        seconds: seconds of the step.
+        by_bound: seconds in which the device computes, waits for the host, or for a link.
     """
 
     seconds: float

@@ -19,15 +19,19 @@ DTYPE_OF = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": to
 
 @dataclass(frozen=True)
 class Example:
-    """A transformer with the arguments of one forward of a rank, and the ranks that train it.
+    """What the planner needs to know: a transformer, the arguments of one forward, and the ranks that train it.
 
     Attributes:
-        arguments: of its forward, whole, as a tuple or a dict; tensors may be on the meta device.
-        plan: its plan.
-        data: number of data ranks; None: any.
-        gpu: name and bytes of memory of the GPU of a rank; None: the CPU.
-        dtype: of the weights; None: as they are.
-        autocast: dtype of `torch.autocast`; None: none.
+        transformer: the model, on any device.
+        arguments: arguments of one forward as a tuple or a dict, with whole tensors, which may be on the meta device.
+        plan: plan of the transformer.
+        ranks: number of ranks.
+        node_ranks: number of ranks on one node.
+        data: number of data ranks; None: the planner chooses it.
+        sharded: True if FSDP2 shards the weights.
+        gpu: name and memory in bytes of the GPU of one rank; None: the ranks compute on CPU.
+        dtype: dtype to which the weights are cast; None: they are not cast.
+        autocast: dtype of `torch.autocast`; None: no autocast.
     """
 
     transformer: nn.Module
@@ -43,7 +47,7 @@ class Example:
 
 
 class Chosen(Protocol):
-    """Degrees, and the reason in one line."""
+    """The planner's answer: degrees, and the reason for them in one line."""
 
     @property
     def ring(self) -> int: ...
@@ -55,7 +59,10 @@ class Chosen(Protocol):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What rank 0 sends. Attributes: error: text if it found no degrees, else ""."""
+    """The message that rank 0 sends to all ranks: degrees, or an error.
+
+    Attributes: reason: why these degrees were chosen, in one line. error: the error message; "" if there is none.
+    """
 
     ring: int = 1
     ulysses: int = 1
@@ -64,7 +71,7 @@ class Proposal:
 
     @classmethod
     def of(cls, planner: Callable[[Example], Chosen], example: Callable[[], Example]) -> Proposal:
-        """Plan on this rank. An error is kept, for all ranks to raise it."""
+        """Plan on this rank. An error becomes part of the message, so that every rank raises it."""
         try:
             chosen = planner(example())
         except Exception as error:  # other ranks wait for the proposal

@@ -248,7 +248,7 @@ class ContextParallel:
     def gather(self, x: Tensor, dim: int, order: Tensor | None = None) -> Tensor:
         """All-gather a sharded tensor; shards may be uneven.
 
-        Args: order: that of `shard`, which is undone; None: keep the order of the shards.
+        Args: order: the order that `shard` got, to undo it; None: keep the order of the shards.
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
         return gather_uneven(x, dim, self.initialized_groups(), order)

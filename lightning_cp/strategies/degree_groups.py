@@ -31,7 +31,7 @@ class DegreeGroups:
     def build(
         cls, config: ContextParallelConfig, groups: MeshGroups, by_tokens: Mapping[int, int] | None
     ) -> DegreeGroups:
-        """Build the groups. Args: config, groups: those of the strategy. Ranks: the whole world."""
+        """Build the groups. Args: config, groups: config and groups of the strategy. Ranks: the whole world."""
         degrees = dict(by_tokens or {})
         ring, ulysses = groups.context_shape
         built = {groups.context_size: (config, groups)}

@@ -74,7 +74,7 @@ class ByteCounts:
 def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> ByteCounts:
     """Evaluate a model of device `meta` whole and in patches, and count.
 
-    Args: arguments: of `model.forward`, on `meta`. The model is made parallel over one rank.
+    Args: arguments: arguments of `model.forward`, on the meta device. The model is made parallel over one rank.
     """
     installed = parallelize(model, ContextParallelConfig(), check_peers="off")
     assert installed.rules.patches is not None, f"{type(model).__name__} cannot be computed in patches"

@@ -25,7 +25,7 @@ _REPEATS, _LIMIT_S = 5, 900.0
 
 
 class StoppedError(Exception):
-    """A signal stopped the measurement. Attributes: exit_code: of the command."""
+    """A signal stopped the measurement. Attributes: exit_code: exit code for the command."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ def measured(
 
     Args:
         number: number of layouts to measure.
-        settings: of recipes/plan.py.
+        settings: settings of recipes/plan.py.
         folder: for the logs of the ranks.
         report: called with one line for each layout.
     Returns: the plan with the measured layouts first. The order does not change if all fail.

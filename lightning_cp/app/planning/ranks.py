@@ -23,7 +23,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts of one request, which are measured in turn. Attributes: settings: of recipes/plan.py."""
+    """Layouts of one request, which are measured in turn. Attributes: settings: settings of recipes/plan.py."""
 
     settings: DictConfig
     layouts: Sequence[Layout]
@@ -33,7 +33,9 @@ class Case:
 class Measured:
     """What the ranks measured.
 
-    Attributes: seconds: of each repetition, by case and layout. device: figures of `calibrate`; None: not asked for.
+    Attributes:
+        seconds: seconds of each repetition, by case and layout.
+        device: figures of `calibrate`; None: not asked for.
     """
 
     seconds: list[list[list[float]]]

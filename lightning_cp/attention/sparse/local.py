@@ -32,7 +32,7 @@ class LocalMask(Keeper):
             several ranks of a Ulysses group, their sum.
         rank: this rank's index in the ring.
         heads: query heads of the ring.
-        device: of the tensors of attention.
+        device: device of query, key and value.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def find_needs(
 ) -> Needs:
     """Find what each rank needs from the table of the mask.
 
-    Args: queries, keys: positions that each rank of the ring holds. heads: of the table, for this ring.
+    Args: queries, keys: positions that each rank of the ring holds. heads: heads of the table that this ring computes.
     """
     some = (mask.kinds[:, heads] > EMPTY).flatten(0, 1).any(0)  # [blocks of queries, blocks of keys]
     needed = torch.stack([some[torch.unique(x // mask.block_size[0])].any(0) for x in queries])  # [ranks, blocks]

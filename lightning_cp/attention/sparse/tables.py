@@ -20,7 +20,7 @@ def table_of(
 ) -> Tensor:
     """Find the kind of each block by calling `mask_mod` for all pairs.
 
-    Args: shape: batch, heads, number of queries and of keys. size: of a block.
+    Args: shape: batch, heads, number of queries, number of keys. size: tokens per block.
     Returns: see `SparseMask.kinds`.
     """
     batch, heads, queries, keys = shape

@@ -36,7 +36,7 @@ def call_flex(
 ) -> Any:
     """Compute `flex_attention` with another function; tensors are [b, h, s, d].
 
-    Args: attend: see `Attend`. kernel_options: not used; they only tune kernels. Others: of `flex_attention`.
+    Args: attend: see `Attend`. kernel_options: not used; they only tune kernels. Others: see `flex_attention`.
     Raises: InterceptionError: `score_mod` or `max_scores`.
     """
     if score_mod is not None:
@@ -78,7 +78,7 @@ def attend_here(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention over keys that are whole on each rank, without communication; tensors are [b, s, h, d].
 
-    Args: block_mask: of the whole sequence, see `handle_here`; None: no mask.
+    Args: block_mask: mask of the whole sequence, see `handle_here`; None: no mask.
     """
     settings = settings_of(
         query.shape[-1],

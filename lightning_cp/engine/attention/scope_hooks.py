@@ -81,7 +81,7 @@ class ScopeHook(EngineHook):
 class BypassHook(EngineHook):
     """Hook around `nn.MultiheadAttention`, which cannot be intercepted: allows whole tokens, and refuses a shard.
 
-    Attributes: scope: of the original functions. around: scope around the module.
+    Attributes: scope: scope of the original functions. around: scope around the module.
     """
 
     session: Session

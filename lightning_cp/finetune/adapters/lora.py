@@ -139,7 +139,7 @@ def add_lora(
 
 
 def _config(settings: LoraSettings, names: list[str], rank: int, alpha: float, ranks: dict[str, int]) -> Any:
-    """Return peft's config of the adapter. Args: ranks: those of layers with another rank."""
+    """Return peft's config of the adapter. Args: ranks: ranks of the layers with a rank of their own."""
     from peft import LoKrConfig, LoraConfig
 
     patterns = {"rank_pattern": ranks, "alpha_pattern": ranks if settings.alpha is None else {}}

@@ -325,7 +325,7 @@ class Family(ABC):
 
         Args:
             noisy: noisy latents in x0's layout.
-            times: of `latent_times`: [b], float sigma in [0, 1] for `flow`, otherwise int64; or a dict of them.
+            times: result of `latent_times`: [b], float sigma in [0, 1] for `flow`, otherwise int64; or a dict of them.
         """
 
     def prediction(self, output: Any, noisy: Any) -> Any:

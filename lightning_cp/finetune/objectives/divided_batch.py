@@ -37,7 +37,7 @@ class DividedBatch:
     Args:
         parts: the parts.
         degree: context degree of the step, see `lightning_cp.data.step_degrees`.
-        seed: of random numbers such as dropout, the same on all ranks that share the samples.
+        seed: seed of random numbers such as dropout, the same on all ranks that share the samples.
     """
 
     def __init__(self, parts: Sequence[BatchPart], degree: int, seed: int) -> None:

@@ -31,7 +31,8 @@ class Noised:
 
     Attributes:
         noisy: noisy latents, float32 [b, ...], or several by name.
-        times: of the main latents, [b]; float32 sigma for flow matching, otherwise int64. See `Family.latent_times`.
+        times: times of the main latents, [b]; float32 sigma for flow matching, otherwise int64. See
+            `Family.latent_times`.
         target: target of the transformer's prediction, like `noisy`.
         loss_mask: weight of each element in the loss, broadcastable to the target, by name; others have weight 1.
         stored: the stored batch, with dropped captions replaced.
@@ -152,7 +153,7 @@ class Objective(ABC):
         return _sum([self._at_time(family, errors, name, time) for name, time in by_name(each).items()])
 
     def _at_time(self, family: Family, errors: dict[str, Tensor], name: str, time: Tensor) -> Tensor:
-        """Return the weighted loss of the latents with one time. Args: name: of the latents; "": all of them."""
+        """Return the weighted loss of the latents with one time. Args: name: name of the latents; "": all latents."""
         loss = _sum([x for key, x in errors.items() if name in ("", key)])
         if self.weighting is None:
             return loss

@@ -15,7 +15,7 @@ def dpo_loss(errors: Tensor, reference_errors: Tensor, *, beta: float) -> Tensor
     Args:
         errors: mean squared error of the model for each sample, [2b]: b preferred samples, then the b rejected ones.
             Both samples of a pair have the same noise and time.
-        reference_errors: that of the reference policy (`reference_policy`), [2b].
+        reference_errors: errors of the reference policy (`reference_policy`), [2b].
         beta: weight, above 0. The smaller, the further the model may move from the reference.
     Raises: ValueError: the shapes differ, the length is odd, or beta is not above 0.
     Source: Wallace et al., arXiv:2311.12908.

@@ -37,7 +37,7 @@ from lightning_cp.undoable import intercept_calls, undo_all
 class BufferCounts:
     """Buffers that one evaluation of a model fills, with the heads of all ranks.
 
-    Attributes: blocks: the buffers of each block. others: those of modules outside of the blocks.
+    Attributes: blocks: the buffers of each block. others: the buffers of modules outside of the blocks.
     """
 
     blocks: list[list[Buffer]]
@@ -82,7 +82,7 @@ def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str,
 def count_without_storage(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
     """Count the same with a new model of the class, configuration and dtype of `module`, on tensors without storage.
 
-    Args: args, kwargs: of `module.forward`.
+    Args: args, kwargs: arguments of `module.forward`.
     Raises: any exception of the model, for example if its forward reads the value of a tensor.
     """
     with fake_tensors() as convert, default_dtype(module.dtype), device_of(args, kwargs):

@@ -54,7 +54,7 @@ class StageLinks:
         earlier forwards, the tensors of the following forward, which are received while this one is computed.
 
         Args:
-            key: of this forward. following: of the following forward; None for the last of a call.
+            key: key of this forward. following: key of the next forward; None for the last one of a call.
             start_results: starts the transfers of results of earlier forwards.
         """
         self._following, self._start_results = following, start_results

@@ -31,7 +31,7 @@ def parts_of_patches(known: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
 def parts_of_samples(layout: Layout, sizes: Sequence[int]) -> list[Tensor] | None:
     """Return for each tensor of a result the number of the micro-batch of each element, int16 [elements].
 
-    Args: layout: of the whole result. sizes: number of samples of each micro-batch.
+    Args: layout: layout of the whole result. sizes: number of samples of each micro-batch.
     Returns: None if this is not clear from the shapes.
     """
     numbers = torch.arange(len(sizes), dtype=torch.int16).repeat_interleave(torch.tensor(sizes))

@@ -36,7 +36,7 @@ class Leader:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on the ranks of a free data group, with the degrees of `use_degrees` on rank 0.
 
-        Args: those of the pipeline: numbers, text, tensors, arrays, images, generators, and lists and dicts of them.
+        Args: arguments of the pipeline: numbers, text, tensors, arrays, images, generators, lists and dicts of them.
             `callback_on_step_end` runs on rank 0 only: it may raise, to cancel the call, but must change nothing. Such
             a call waits for the data group of rank 0.
         Returns: the pipeline's result.

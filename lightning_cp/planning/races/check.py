@@ -12,7 +12,7 @@ from lightning_cp.planning.races.events import Access, Buffer, Channel, Misread,
 def check_ranks(traces: Sequence[Trace]) -> list[str]:
     """Return the faults of a program, each with rank, transfer and operator; none if all ranks fit together.
 
-    Args: traces: of all ranks, see `trace_all_ranks`.
+    Args: traces: traces of all ranks, see `trace_all_ranks`.
     """
     return [
         *dict.fromkeys(fault for trace in traces for fault in _races(trace)),

@@ -41,7 +41,10 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Started:
-    """A transfer starts. Attributes: number: among this rank's, from 1. operator: of this package, that starts it."""
+    """A transfer starts.
+
+    Attributes: number: number among this rank's transfers, from 1. operator: operator of this package that starts it.
+    """
 
     number: int
     communicator: Communicator
@@ -87,7 +90,10 @@ class Released:
 
 @dataclass(frozen=True)
 class Misread:
-    """An operator reads another tensor than its argument's name says. Attributes: number: of the last transfer."""
+    """An operator reads another tensor than its argument's name says.
+
+    Attributes: number: number of the last transfer.
+    """
 
     operator: str
     argument: str
@@ -107,7 +113,7 @@ class Trace:
         events: in order.
         gathered: lists of ints that the rank gave to `all_gather_ints`, by communicator, in order.
         messages: bytes that the rank sent, by channel, in order.
-        result: of the traced function.
+        result: result of the traced function.
     """
 
     rank: int

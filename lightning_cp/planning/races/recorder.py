@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
     What other ranks would send is taken from their traces of an earlier round, if there are any.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         before: traces of all ranks of the round before; empty in the first round.
         tags: value that fills each named tensor, by the name of an operator's argument ("key": 2.0).
     """

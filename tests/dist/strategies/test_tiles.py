@@ -8,21 +8,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.plans import Plan, split
 from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, whole
+from tests.dist.plain import Plain
 from tests.harness import RankPool
 from tests.models import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+STRATEGIES = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParallelFSDPStrategy}
+ADAPTERS: dict[str, Any] = {"lora": {}, "dora": {"dora": True}, "lokr": {"lokr": 2}}
+full = pytest.mark.full
 
 
-def _model(adapters: bool) -> Any:
+def _model(adapters: str = "") -> Any:
     model: Any = TINY["wan"].build().train()
     if adapters:
         torch.manual_seed(1)
-        add_lora(model, LoraSettings(rank=2, targets=r".*ffn\.net\.(0\.proj|2)"))
+        add_lora(model, LoraSettings(rank=2, targets=r".*ffn\.net\.(0\.proj|2)", **ADAPTERS[adapters]))
         for p in model.parameters():
             if p.requires_grad:
                 torch.nn.init.normal_(p, std=0.1)
@@ -34,33 +40,152 @@ def _gradients(module: nn.Module) -> Tensor:
     return torch.cat([whole(p.grad).flatten().double() for p in module.parameters() if p.requires_grad])
 
 
-def _error(rank: int, world: int, sharded: bool, adapters: bool, checkpointing: bool) -> float:
-    """The relative error of all gradients."""
+def _loss(model: nn.Module, factor: float) -> Tensor:
     inputs = TINY["wan"].arguments()
+    inputs["hidden_states"] = factor * inputs["hidden_states"]
+    loss: Tensor = model(**inputs, return_dict=False)[0].square().mean()
+    return loss
+
+
+def _trained(model: Any, fabric: Any, factors: tuple[float, ...], checkpointing: bool = False) -> Tensor:
+    """The gradients of micro-batches, of which only the last one is reduced over ranks."""
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wrapped, _ = fabric.setup(model, torch.optim.SGD(trained, lr=0.1))
+    for i, factor in enumerate(factors):
+        with fabric.no_backward_sync(wrapped, enabled=i < len(factors) - 1):
+            fabric.backward(_loss(wrapped, factor))
+    return _gradients(model)
+
+
+def _error(
+    rank: int, world: int, strategy: str, adapters: str, checkpointing: bool, factors: tuple[float, ...]
+) -> float:
+    """The relative error of all gradients."""
     with nothing_narrowed():
         reference = _model(adapters)
-        reference(**inputs, return_dict=False)[0].square().mean().backward()
+        for factor in factors:
+            _loss(reference, factor).backward()
         expected = _gradients(reference)
-        kind = ContextParallelFSDPStrategy if sharded else ContextParallelStrategy
-        fabric = fabric_of(rank, world, kind(ring=world, mlp_tiles=3))
-        model = _model(adapters)
-        if checkpointing:
-            model.enable_gradient_checkpointing()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        wrapped, _ = fabric.setup(model, torch.optim.SGD(trained, lr=0.1))
-        fabric.backward(wrapped(**inputs, return_dict=False)[0].square().mean())
-        found = _gradients(model)
+        fabric = fabric_of(rank, world, STRATEGIES[strategy](ring=world, mlp_tiles=3))
+        found = _trained(_model(adapters), fabric, factors, checkpointing)
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=full), 3])
+@pytest.mark.parametrize("strategy", [pytest.param("cp", marks=full), "cp_fsdp"])
 @pytest.mark.parametrize(
     ("adapters", "checkpointing"),
-    [(False, True), *(pytest.param(*x, marks=pytest.mark.full) for x in [(False, False), (True, True), (True, False)])],
+    [
+        ("", True),
+        *(pytest.param(*x, marks=full) for x in [("", False), ("lora", True), ("dora", True), ("lokr", False)]),
+    ],
 )
 def test_gradients_are_exact(
-    run_ranks: RankPool, world: int, sharded: bool, adapters: bool, checkpointing: bool
+    run_ranks: RankPool, world: int, strategy: str, adapters: str, checkpointing: bool
 ) -> None:
-    errors = run_ranks(world, _error, sharded, adapters, checkpointing)
+    errors = run_ranks(world, _error, strategy, adapters, checkpointing, (1.0,))
     assert max(errors) < 1e-12, errors
+
+
+@full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("adapters", ["", "lora"])
+def test_accumulated_gradients_are_exact(run_ranks: RankPool, strategy: str, adapters: str) -> None:
+    errors = run_ranks(3, _error, strategy, adapters, True, (1.0, 0.5, 2.0))
+    assert max(errors) < 1e-12, errors
+
+
+def _in_bfloat16(rank: int, world: int, strategy: str) -> tuple[float, float]:
+    """Errors of the gradients of bf16-mixed, without tiles and with them, against one process in float64."""
+    reference = _model()
+    with nothing_narrowed():
+        _loss(reference, 1.0).backward()
+    errors = []
+    for tiles in (None, 3):
+        settings = STRATEGIES[strategy](ring=world, mlp_tiles=tiles)
+        fabric = fabric_of(rank, world, settings, precision="bf16-mixed")
+        found = _trained(_model().float(), fabric, (1.0,))
+        errors.append(float((found - _gradients(reference)).norm() / _gradients(reference).norm()))
+    return errors[0], errors[1]
+
+
+@full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mixed_precision_is_as_exact_as_without_tiles(run_ranks: RankPool, strategy: str) -> None:
+    for alone, tiled in run_ranks(2, _in_bfloat16, strategy):
+        assert 1e-4 < tiled < 1.1 * alone < 0.05
+
+
+def _slopes(rank: int, world: int) -> tuple[float, float]:
+    """The gradient along a direction, and the difference of losses that are computed with the same seed."""
+    model = _model()
+    for inner in model.modules():
+        if isinstance(inner, nn.Dropout):
+            inner.p = 0.3
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), mlp_tiles=3)
+    weight, losses, step = model.blocks[0].ffn.net[2].weight, [], 1e-6
+    torch.manual_seed(5)
+    direction = torch.randn_like(weight)
+    with nothing_narrowed():
+        for sign in (1, -1):
+            with torch.no_grad():
+                weight += sign * step * direction
+                torch.manual_seed(7)
+                losses.append(float(_loss(model, 1.0)))
+                weight -= sign * step * direction
+        torch.manual_seed(7)
+        _loss(model, 1.0).backward()
+    torch.distributed.all_reduce(weight.grad)
+    return float((weight.grad * direction).sum()) / world, (losses[0] - losses[1]) / (2 * step)
+
+
+@full
+@pytest.mark.parametrize("world", [2, 3])
+def test_dropout_drops_the_same_in_backward(run_ranks: RankPool, world: int) -> None:
+    for gradient, difference in run_ranks(world, _slopes):
+        assert gradient == pytest.approx(difference, rel=1e-6)
+
+
+class Own(nn.Module):
+    """A feed-forward of a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+def _own(rank: int, world: int) -> tuple[float, int]:
+    """The relative error of all gradients, and how often a feed-forward is called in a forward."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    for block in model.blocks:
+        block.out = nn.Sequential(block.out, Own().double())
+    plan = Plan(
+        blocks={"blocks": {"x": split(1, "image")}},
+        gather={"proj_out": split(1, "image")},
+        feed_forwards=("out.1",),
+    )
+    x = torch.randn(2, 19, 16, dtype=torch.float64)
+    model(x)[0].square().mean().backward()
+    expected = _gradients(model)
+    model.zero_grad()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), plan=plan, mlp_tiles=4)
+    calls: list[None] = []
+    model.blocks[0].out[1].act.register_forward_hook(lambda *_: calls.append(None))  # type: ignore[index,union-attr]
+    output = model(x)[0]
+    in_forward = len(calls)
+    output.square().mean().backward()
+    found = _gradients(model)
+    torch.distributed.all_reduce(found)
+    return float((found / world - expected).norm() / expected.norm()), in_forward
+
+
+def test_feed_forwards_that_a_plan_names_are_tiled(run_ranks: RankPool) -> None:
+    for error, calls in run_ranks(2, _own):
+        assert error < 1e-12
+        assert calls in (3, 4)  # of at most 3 of 10 or 9 tokens

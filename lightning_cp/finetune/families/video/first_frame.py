@@ -9,7 +9,7 @@ from lightning_cp.errors import FamilyError
 
 
 def check_more_frames(frames: int) -> None:
-    """Raise FamilyError if clips have only the frame that is given. Args: frames: of the pixels, or of the latents."""
+    """Raise FamilyError if clips have only the frame that is given. Args: frames: number of frames."""
     if frames == 1:
         raise FamilyError("clips must have more than one latent frame: the first one is given and has no loss")
 
