@@ -41,7 +41,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Compute:
-    """An operator on the compute stream. Attributes: moved_bytes: bytes read and written. launches: kernels launched."""
+    """One operator on the compute stream.
+
+    Attributes: moved_bytes: bytes read and written. launches: number of kernels.
+    """
 
     name: str
     flops: int

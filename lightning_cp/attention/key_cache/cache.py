@@ -13,6 +13,7 @@ from lightning_cp.attention.key_cache.chunks import Chunk, Chunks
 from lightning_cp.attention.key_cache.room import KeyRoom
 from lightning_cp.attention.sparse import SparseMask
 from lightning_cp.comm.shards import sizes_in
+from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.compat.torch_names import in_backward
 from lightning_cp.config import ContextParallelConfig, context_config
@@ -61,16 +62,19 @@ class KeyCache:
                 raise ValueError(f"{name}={value!r} must be an int of at least {least}")
         self._config = ContextParallelConfig() if parallel_config is None else context_config(parallel_config)
         self._groups = SINGLE_RANK if self._config.mesh_shape == (1, 1) else groups_for(self._config, shares)
-        self._shares = shares
+        self._shares, self._sample = shares, 0
+        self._recomputed = 0  # sample whose keys the last recomputation took
         self._window, self._sinks, self._capacity, self._keep_grad = window, sinks, capacity, keep_grad
         self.reset()
 
     def reset(self) -> None:
         """Drop all chunks and their room, for another sample.
 
-        With activation checkpointing, call backward before: a block that is recomputed later takes the keys of the new
-        sample, without an error. For samples with one backward, use a cache for each.
+        With activation checkpointing, call backward before: a block that is recomputed later would take the keys of the
+        new sample, and raises ShapeError if its keys or values have gradients. For samples with one backward, use a
+        cache for each.
         """
+        self._sample += 1
         self._chunks = Chunks(self._window, self._sinks)
         self._with_grad: list[tuple[Tensor, Tensor]] = []  # of the last chunks, with `keep_grad`; the room has the rest
         self._room: KeyRoom | None = None
@@ -99,6 +103,7 @@ class KeyCache:
         sizes = sizes_in(self._groups, tokens) if isinstance(tokens, int) else tuple(tokens)
         self._check(key, value, sizes)
         if in_backward():
+            self._recomputed = self._sample
             current = self._chunks.again(chunk)
             before = self._chunks.before(chunk)
             self._show([*before, current], *self._joined(before, key, value))
@@ -107,6 +112,8 @@ class KeyCache:
         for left in self._chunks.left_by(chunk):
             self._drop(left)
         before = [*self._chunks.kept]
+        if torch.is_grad_enabled() and not transforms_are_on():
+            key, value = (_of_sample(x, self, self._sample) for x in (key, value))
         if not self._keep_grad:
             self._write(before, key, value)
         if self._keep_grad or torch.is_grad_enabled():
@@ -214,6 +221,16 @@ class KeyCache:
         lengths = [sum(sizes) for sizes in zip(*(chunk.sizes for chunk in chunks), strict=True)]
         self._lengths = list(chunks[-1].sizes), lengths
 
+    def check_recomputed(self, sample: int) -> None:
+        """Check that the last recomputation took keys of this sample. Raises: ShapeError: of a later one."""
+        recomputed, self._recomputed = self._recomputed, 0
+        if recomputed > sample:
+            raise ShapeError(
+                "reset() of a KeyCache was called between the forward of a checkpointed block and its backward, so the "
+                "block was recomputed with the keys of another sample: call backward before reset(), or use one cache "
+                "for each sample"
+            )
+
     def _check(self, key: Tensor, value: Tensor, sizes: tuple[int, ...]) -> None:
         groups, shapes = self._groups, f"key {tuple(key.shape)} and value {tuple(value.shape)}"
         if key.ndim != 4 or key.shape != value.shape or key.dtype != value.dtype:
@@ -262,3 +279,22 @@ class KeyCache:
         pairs = [self._kept(key).read(self._local(before[:stored])), *self._with_grad[: max(len(before) - stored, 0)]]
         keys, values = zip(*pairs, (key, value), strict=True)
         return torch.cat(keys, 1), torch.cat(values, 1)
+
+
+class _OfSample(torch.autograd.Function):
+    """Return keys or values unchanged. Backward: check that a recomputed block had keys of the same sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cache: KeyCache, sample: int) -> Tensor:
+        ctx.cache, ctx.sample = cache, sample
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.cache.check_recomputed(ctx.sample)
+        return grads[0], None, None
+
+
+def _of_sample(x: Tensor, cache: KeyCache, sample: int) -> Tensor:
+    result: Tensor = _OfSample.apply(x, cache, sample) if x.requires_grad else x  # type: ignore[no-untyped-call]
+    return result

@@ -179,6 +179,30 @@ def test_a_recomputed_block_is_refused_if_the_window_has_moved_on() -> None:
         out.sum().backward()
 
 
+def test_a_block_that_is_recomputed_after_a_reset_is_refused() -> None:
+    cache, x = _filled(2), torch.randn(2, 5, 3, 4, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        cache.append(x, x, chunk=2, tokens=5)
+        return context_parallel_attention(x, **cache.attention_kwargs())
+
+    def forward_of_another_sample() -> None:
+        cache.reset()
+        with torch.no_grad():
+            for chunk in range(3):
+                cache.append(x, x, chunk=chunk, tokens=5)
+
+    plain = block(x)
+    forward_of_another_sample()
+    checkpointed = checkpoint(block, x, use_reentrant=False)
+    checkpointed.sum().backward()
+    plain.sum().backward()  # has its own copies of the keys
+    checkpointed = checkpoint(block, x, use_reentrant=False)
+    forward_of_another_sample()
+    with pytest.raises(ShapeError, match="between the forward of a checkpointed block and its backward"):
+        checkpointed.sum().backward()
+
+
 def test_masks_by_position() -> None:
     def visible(q: Tensor, k: Tensor) -> Tensor:
         return ((q - k).abs() < 9) & (k % 3 != 1)
