@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.sharding import late_gather
 from lightning_cp.engine.sharding.embeddings import own_patches
-from lightning_cp.engine.sharding.late_gather import LateGather
+from lightning_cp.engine.sharding.late_gather import LateGather, gather_late, own_tokens
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.plans import REGISTERED, Plan
@@ -149,7 +149,7 @@ def _used_twice(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 
 
 def _rows_swapped(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-    """Return another order of the same values, of the same shape: a view of the whole tensor with other strides."""
+    """Return another order of the same values, of the same shape."""
     return output.transpose(2, 3).reshape(output.shape)
 
 
@@ -244,6 +244,19 @@ def _embeds(tiny: Tiny) -> bool:
 def test_no_class_gathers_what_its_plan_embeds_in_shards(name: str, run_ranks: RankPool) -> None:
     for made in run_ranks(2, _no_early_gather, name):
         assert made
+
+
+def test_only_views_that_keep_the_order_give_this_ranks_tokens() -> None:
+    tokens = torch.randn(1, 2, 4)
+    late = gather_late(tokens, 1, [2, 2], SimpleNamespace(name="two ranks"))  # type: ignore[arg-type]
+    assert late.shape == late.transpose(1, 2).shape
+    parts = [(0, 2, 2, 0)]
+    kept = torch.unflatten(late.transpose(1, 2), 2, (2, 2)).flatten(2).transpose(1, 2).contiguous()
+    assert torch.equal(own_tokens(kept, 1, parts), tokens)  # type: ignore[arg-type]
+    for moved in (late.transpose(1, 2), late.transpose(1, 2).contiguous(), late.clone(), late.double()):
+        assert own_tokens(moved, 1, parts) is None
+    assert own_tokens(late, 1, [(0, 1, 3, 0)]) is None, "sizes of another sequence"
+    assert own_tokens(tokens, 1, parts) is None
 
 
 @pytest.mark.parametrize("patch", [(2,), (2, 1), (1, 2, 2), (2, 3, 2)])
