@@ -93,13 +93,19 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
 
 
 def _check_modalities(plan: Plan) -> None:
-    """Check that some tensor holds the main modality, and that the plan gathers something. Raises: PlanError."""
+    """Check that some tensor holds each named modality, and that the plan gathers something. Raises: PlanError."""
     modalities = plan.held_modalities
     if plan.main not in modalities:
         raise PlanError(
             f"main={plan.main!r} is none of the modalities of the plan's blocks and inputs ({', '.join(modalities)}): "
             "set main= to the modality that must have a token on each rank (the image, video or audio)"
         )
+    for path, modality in plan.embeddings.items():
+        if modality not in modalities:
+            raise PlanError(
+                f"embeddings[{path!r}]={modality!r} is none of the modalities of the plan's blocks and inputs "
+                f"({', '.join(modalities)}): use the one of the patches that it embeds"
+            )
     if not plan.gather and all(x.output is not None for x in plan.whole.values()):
         raise PlanError("the plan gathers nothing, so the model would return a shard: name a module in gather=")
 
