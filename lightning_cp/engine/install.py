@@ -19,6 +19,7 @@ from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.embeddings import EmbeddingHook
 from lightning_cp.engine.sharding.halo import HaloHook
 from lightning_cp.engine.sharding.padding import PadHook
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
@@ -82,6 +83,9 @@ def install(
             add_hooks(submodule(module, output.path), after=output_hook.after)
         else:
             outputs.append(output_hook)
+    for embedding in rules.embeddings:
+        embedding_hook = EmbeddingHook(session, embedding)
+        add_hooks(submodule(module, embedding.path), before=embedding_hook.before, after=embedding_hook.after)
     for halo in rules.halos:
         halo_hook = HaloHook(session, halo)
         add_hooks(submodule(module, halo.path), before=halo_hook.before, after=halo_hook.after)

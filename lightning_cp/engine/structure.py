@@ -168,6 +168,7 @@ def _planned_paths(rules: Rules) -> list[str]:
         *rules.scopes,
         *rules.unplanned,
         *(x.path for x in rules.outputs),
+        *(x.path for x in rules.embeddings),
         *(x.path for x in rules.halos),
     }
     return sorted(paths - {""})

@@ -13,6 +13,7 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"blocks.-1": split(1, "image")},
+        embeddings={"patch_embedding": "image"},
         patches=patches("image", once=("condition_embedder.text_embedder", "condition_embedder.image_embedder")),
     ),
 }

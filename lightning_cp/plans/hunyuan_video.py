@@ -6,6 +6,7 @@ history before the video and drops it after the last block. HunyuanVideo 1.5 bui
 
 from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, patches, split
 
+_EMBEDDINGS = {"x_embedder.proj": "image"}
 _REFINER = ("context_embedder",)
 _TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
 
@@ -28,6 +29,7 @@ PLANS = {
     "HunyuanVideoTransformer3DModel": Plan(
         blocks=_blocks("image"),
         gather={"proj_out": split(1, "image")},
+        embeddings=_EMBEDDINGS,
         pads=_TEXT,
         variants={
             ("image_condition_type", "token_replace"): Plan(
@@ -57,6 +59,7 @@ PLANS = {
         },
         attention={"attn": Attention(("image", "text"), mask="outer")},
         gather={"proj_out": split(1, "image")},
+        embeddings=_EMBEDDINGS,
         pads=_TEXT,
         unused=("transformer_blocks.-1.attn.to_add_out.*", "transformer_blocks.-1.ff_context.*"),
     ),

@@ -246,6 +246,9 @@ class Plan:
             arguments.
         split_outputs: modules before the blocks with outputs to split.
         whole: modules in or between the blocks that run on all tokens, on every rank.
+        embeddings: convolutions before the blocks that embed each patch alone (stride = kernel size), and the modality
+            of the patches. Each rank then embeds its own patches. The model may only move the output on its way to the
+            blocks, with the tokens in the order of the patches; any other function of it gathers it first.
         halos: convolutions in the blocks that need neighbouring rows: (dim of the input with the rows, modality).
         attention: modalities that attend to each other, by module; LOCAL if the keys are replicated. A key is the
             module's path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list
@@ -283,6 +286,7 @@ class Plan:
     arguments: Mapping[str, Mapping[str, Spec]] = field(default_factory=dict)
     split_outputs: Mapping[str, Spec] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
+    embeddings: Mapping[str, str] = field(default_factory=dict)
     halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     attention: Mapping[str, Modalities | Attention | tuple[Attention | Modalities, ...]] = field(default_factory=dict)
     main: str = "image"

@@ -17,6 +17,7 @@ _WAN = Plan(
     blocks={"blocks": {**_TOKENS, "temb": split(1, "image", ndim=4)}},
     attention=_ATTENTION,
     gather=_OUTPUT,
+    embeddings={"patch_embedding": "image"},
     patches=patches("image", once=_EMBEDDERS),
 )
 

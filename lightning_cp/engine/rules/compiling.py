@@ -19,7 +19,7 @@ from lightning_cp.engine.rules.paths import (
     submodule,
     without_adapters,
 )
-from lightning_cp.engine.rules.rules import AttentionSpecs, Halo, Outputs, Rules
+from lightning_cp.engine.rules.rules import AttentionSpecs, Embedding, Halo, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, Rows
 
@@ -78,6 +78,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         keeps_keys=plan.keeps_keys,
         refused_backends=plan.refused_backends,
         pads=plan.pads,
+        embeddings=tuple(_embeddings(module, plan.embeddings)),
         halos=halos,
         optional=plan.optional,
         needed=plan.needed,
@@ -92,13 +93,19 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
 
 
 def _check_modalities(plan: Plan) -> None:
-    """Check that some tensor holds the main modality, and that the plan gathers something. Raises: PlanError."""
+    """Check that some tensor holds each named modality, and that the plan gathers something. Raises: PlanError."""
     modalities = plan.held_modalities
     if plan.main not in modalities:
         raise PlanError(
             f"main={plan.main!r} is none of the modalities of the plan's blocks and inputs ({', '.join(modalities)}): "
             "set main= to the modality that must have a token on each rank (the image, video or audio)"
         )
+    for path, modality in plan.embeddings.items():
+        if modality not in modalities:
+            raise PlanError(
+                f"embeddings[{path!r}]={modality!r} is none of the modalities of the plan's blocks and inputs "
+                f"({', '.join(modalities)}): use the one of the patches that it embeds"
+            )
     if not plan.gather and all(x.output is not None for x in plan.whole.values()):
         raise PlanError("the plan gathers nothing, so the model would return a shard: name a module in gather=")
 
@@ -127,6 +134,19 @@ def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
             f"{path} must have an odd kernel, stride 1 and zero padding that keeps the size, to be split in dim {dim}"
         )
     return Halo(path, dim, modality, reach)
+
+
+def _embeddings(module: nn.Module, modalities: Mapping[str, str]) -> Iterator[Embedding]:
+    """Yield the convolutions that embed each patch alone. Other modules, set by a user, embed all patches."""
+    for path, modality in expanded(module, modalities):
+        layer = without_adapters(submodule(module, path))
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and _is_by_patch(layer):
+            yield Embedding(path, modality, layer.kernel_size)
+
+
+def _is_by_patch(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
+    is_padded = layer.padding != "valid" and any(n != 0 for n in layer.padding)
+    return layer.kernel_size == layer.stride and not is_padded and all(n == 1 for n in layer.dilation)
 
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:

@@ -50,6 +50,15 @@ class Halo:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """A convolution that embeds each patch of `modality` alone. patch: its size in each dim after the channels."""
+
+    path: str
+    modality: str
+    patch: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Rules:
     """A plan, compiled for one model.
 
@@ -73,6 +82,7 @@ class Rules:
     keeps_keys: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
+    embeddings: tuple[Embedding, ...] = ()
     halos: tuple[Halo, ...] = ()
     dividers: Mapping[str, int] = field(default_factory=dict)
     optional: Modalities = ()

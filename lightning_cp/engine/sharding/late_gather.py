@@ -1,9 +1,10 @@
-"""Leave out the gather of a model's output: keep this rank's tokens until something needs all values.
+"""Leave out the gather of a tensor: keep this rank's tokens until something needs all values.
 
-After its last gather, a model usually only moves values: it joins patches to pictures. A `LateGather` has the shape of
-the whole tensor, but holds only this rank's tokens. It records the functions that move values, and those that change
-each value alone, such as a cast. `sample_means` computes a loss on the tokens. Any other function gathers the tensor
-first, so it gets all values.
+After its last gather, a model usually only moves values: it joins patches to pictures. Between the embedding of the
+patches and the first block, it moves them, too. A `LateGather` has the shape of the whole tensor, but holds only this
+rank's tokens. It records the functions that move values, and those that change each value alone, such as a cast.
+`sample_means` computes a loss on the tokens of an output, and the blocks take those of an embedding (`own_tokens`). Any
+other function gathers the tensor first, so it gets all values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.compat.torch_names import make_wrapper_subclass
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.mesh.groups import groups_by_name
+from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 from lightning_cp.nest import of_type, replace
 
 _LOG = logging.getLogger(__name__)
@@ -37,28 +39,32 @@ _LIKE = {"view_as", "reshape_as"}
 # Functions that change each value alone.
 _CASTS = {"to", "type_as", "float", "double", "half", "bfloat16"}
 _SCALINGS = {"neg", "negative", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"}
-# What does not depend on values.
+# What does not depend on values: `detach` and `requires_grad` are for reentrant checkpoints.
 _METADATA = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size", "is_floating_point"),
     *("is_complex", "is_contiguous", "is_inference", "get_device", "register_hook", "storage_offset"),
     *("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn", "is_cuda", "is_meta"),
-    *("_base", "_version", "_backward_hooks", "grad"),
+    *("_base", "_version", "_backward_hooks", "grad", "requires_grad_", "detach"),
 }
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """This rank's tokens. Attributes: values: without gradient. dim, sizes, groups: see `gather_shards`."""
+    """This rank's tokens.
+
+    Attributes: values: without gradient. dim, sizes, groups: see `gather_shards`. form: that of all ranks' tokens.
+    """
 
     values: Tensor
     dim: int
     sizes: tuple[int, ...]
     groups: str
+    form: Tensor
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """Shape of all ranks' tokens."""
-        return (*self.values.shape[: self.dim], sum(self.sizes), *self.values.shape[self.dim + 1 :])
+        return self.form.shape
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor in the order of the gather."""
@@ -110,14 +116,15 @@ class LateGather(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":
+        if name == "__get__" or getattr(func, "__self__", None) is Tensor.requires_grad:
             name = func.__self__.__name__
         if name in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if _changes(name, args, kwargs):
             raise NotImplementedError(
-                f"{name} would change an output that is not gathered: use a function that returns a new tensor, or "
-                "compute the loss of the whole output"
+                f"{name} would change a tensor that is not gathered: use a function that returns a new tensor. Or "
+                "compute the loss of a whole output, outside of loss_on_shards(), and leave an embedding out of the "
+                "plan's embeddings"
             )
         result = _deferred(func, name, args, kwargs)
         if result is not None:
@@ -136,7 +143,7 @@ class LateGather(Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
             return LateGather(x.tokens, x.form, x.moved, x.history, x.pointwise)
-        raise NotImplementedError(f"{func} of an output that is not gathered: call `whole` on it first")
+        raise NotImplementedError(f"{func} of a tensor that is not gathered: call `whole` on it first")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LateGather(shape={tuple(self.shape)}, tokens={tuple(self.tokens.values.shape)})"
@@ -153,11 +160,43 @@ def gather_output(x: Tensor, dim: int, sizes: Sequence[int], call: Call, *, late
         call: the forward that returns the output.
         late: return a `LateGather` if possible.
     """
-    late = late and call.groups.context is not None and call.evaluation is None
-    if not late or torch.compiler.is_compiling() or transforms_are_on():
-        return gather_shards(x, dim, list(sizes), call.groups.name)
-    result: Tensor = _Enter.apply(x, dim, tuple(sizes), call.groups.name)  # type: ignore[no-untyped-call]
+    if late and can_be_late(call):
+        return gather_late(x, dim, sizes, call.groups)
+    return gather_shards(x, dim, list(sizes), call.groups.name)
+
+
+def can_be_late(call: Call) -> bool:
+    """Return False if a `LateGather` saves nothing (one rank, patches), in compiled code, and in transforms."""
+    is_parallel = call.groups.context is not None and call.evaluation is None
+    return is_parallel and not torch.compiler.is_compiling() and not transforms_are_on()
+
+
+def gather_late(x: Tensor, dim: int, sizes: Sequence[int], groups: MeshGroups) -> Tensor:
+    """Return a `LateGather` of this rank's shard `x`. Args: dim, sizes: see `gather_shards`."""
+    result: Tensor = _Enter.apply(x, dim, tuple(sizes), groups.name)  # type: ignore[no-untyped-call]
     return result
+
+
+def _is_same_view(x: Tensor, y: Tensor) -> bool:
+    """Return True if the moves from `y` to `x` were views that leave each value at its place."""
+    if x.shape != y.shape or x.untyped_storage() is not y.untyped_storage():
+        return False
+    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+    return x.storage_offset() == y.storage_offset() and all(a == b for n, a, b in strides if n > 1)
+
+
+def own_tokens(x: Tensor, dim: int, parts: Sequence[Sequence[int]]) -> Tensor | None:
+    """Return this rank's shard of a `LateGather`; None for other tensors, and if moves have changed its order.
+
+    Args: dim: dim of the tokens. parts: see `Call.parts`, for each modality along this dim.
+    """
+    if not isinstance(x, LateGather):
+        return None
+    tokens = x.tokens
+    if (dim, tokens.sizes) == (tokens.dim, tuple(parts[0][1:-1])) and _is_same_view(x.form, tokens.form):
+        return tokens_of(x)
+    note_gather("the order of its tokens")
+    return None
 
 
 @contextmanager
@@ -185,7 +224,7 @@ def note_gather(name: str) -> None:
     """Log, once, what made a gather necessary. Args: name: of a function."""
     if name not in _NOTED:
         _NOTED.add(name)
-        _LOG.info("an output is gathered before its loss, because of %s", name)
+        _LOG.info("a tensor is gathered early, because of %s", name)
 
 
 _NOTED: set[str] = set()
@@ -212,7 +251,7 @@ def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if name in _SCALINGS and len(late) == 1 and not kwargs and all(isinstance(x, (int, float)) for x in args[1:]):
         form = torch.empty_like(first.form)
         return _derived(first, form, first.moved, first.history, (*first.pointwise, (func, args[1:])), late)
-    return _move(func, late, args, kwargs) if name in _MOVES and _are_parts(late) else None
+    return _move(func, late, args, kwargs) if name in _MOVES | _LIKE and _are_parts(late) else None
 
 
 def _cast(x: LateGather, dtype: torch.dtype) -> LateGather:
@@ -294,14 +333,14 @@ def _raw_tokens(x: LateGather) -> Tensor:
 
 def _gradient(form: Tensor, tokens: _Tokens, values: Tensor) -> LateGather:
     """Return the gradient with respect to a tensor of this form, which holds that with respect to its tokens."""
-    return LateGather(_Tokens(values, tokens.dim, tokens.sizes, tokens.groups), form, _SAME)
+    return LateGather(changed(tokens, values=values), form, _SAME)
 
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient of tokens, which a hook may have scaled."""
     if not isinstance(gradient, LateGather):
         raise NotImplementedError(
-            "an output that is not gathered got the gradient of the whole tensor, from a hook or from a "
+            "a tensor that is not gathered got the gradient of the whole tensor, from a hook or from a "
             "torch.autograd.Function: compute the loss of the whole output, outside of loss_on_shards()"
         )
     return _changed(gradient.tokens.values, gradient.pointwise)
@@ -313,9 +352,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: tuple[int, ...], groups: str) -> LateGather:
         ctx.set_materialize_grads(False)
-        tokens = _Tokens(x.detach(), dim, sizes, groups)
-        form = torch.empty(tokens.shape, dtype=x.dtype, device="meta")
-        return LateGather(tokens, form, _SAME)
+        shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+        form = torch.empty(shape, dtype=x.dtype, device="meta")
+        return LateGather(_Tokens(x.detach(), dim, sizes, groups, form), form, _SAME)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -336,7 +375,8 @@ class _Derive(torch.autograd.Function):
         rest = [None] * (len(ctx.forms) - 1)
         if grads[0] is None:
             return None, None, *rest
-        return None, _gradient(ctx.forms[0], grads[0].tokens, _values(grads[0])), *rest
+        values = _values(grads[0])
+        return None, _gradient(ctx.forms[0], grads[0].tokens, values), *rest
 
 
 class _Leave(torch.autograd.Function):

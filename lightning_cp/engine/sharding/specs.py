@@ -13,7 +13,7 @@ from lightning_cp.attention.sparse.handles import is_block_mask
 from lightning_cp.comm.shards import sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.late_gather import gather_output
+from lightning_cp.engine.sharding.late_gather import gather_output, own_tokens, whole
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
@@ -132,20 +132,21 @@ def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
     if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.modalities):
         return x
-    _define_length(n, spec, name=name, session=session)
+    define_length(n, spec, name=name, session=session)
     rank, local = call.groups.context_rank, call.sizes(spec.modalities)[call.groups.context_rank]
     parts = [_local(call, s) if s in spec.local else call.parts(s) for s in spec.modalities]
     ranks = [0 if s in spec.local else rank + 1 for s in spec.modalities]
-    whole = sum(map(sum, parts))
-    if spec.folded and whole and n % whole == 0:
-        batch = x.reshape(*x.shape[:dim], -1, whole, *x.shape[dim + 1 :])
+    total = sum(map(sum, parts))
+    if spec.folded and total and n % total == 0:
+        batch = x.reshape(*x.shape[:dim], -1, total, *x.shape[dim + 1 :])
         return narrow(batch, dim + 1, parts, ranks).flatten(dim, dim + 1)
-    if n == whole:
-        return narrow(x, dim, parts, ranks)
+    if n == total:
+        own = own_tokens(x, dim, parts)
+        return narrow(whole(x), dim, parts, ranks) if own is None else own
     if n in (local, 1) or (spec.folded and local and n % local == 0):
         return x
     raise PlanError(
-        f"{name} has {n} tokens in dim {spec.dim}, neither all {whole} of {' + '.join(spec.modalities)} nor this "
+        f"{name} has {n} tokens in dim {spec.dim}, neither all {total} of {' + '.join(spec.modalities)} nor this "
         f"rank's {local}: the plan does not fit this input"
     )
 
@@ -154,7 +155,7 @@ def _local(call: Call, modality: str) -> tuple[int, ...]:
     return (call.sizes_of(modality)[call.groups.context_rank],)
 
 
-def _define_length(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
+def define_length(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     """Define the length of a modality at its first tensor: `n` minus the lengths of the spec's other modalities."""
     call = session.current()
     unknown = [modality for modality in dict.fromkeys(spec.modalities) if modality not in call.lengths]
@@ -180,7 +181,7 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     if isinstance(spec, Rows):
         call.rows[spec.modality] = n
         return call.row_parts(spec.modality)[1:-1][rank]
-    _define_length(n, spec, name=name, session=session)
+    define_length(n, spec, name=name, session=session)
     whole = sum(call.lengths[modality] for modality in spec.modalities)
     if n != whole:
         raise PlanError(

@@ -220,4 +220,4 @@ def test_unusual_losses_have_the_gradients_of_the_whole_output(run_ranks: RankPo
 def test_other_functions_gather_the_output_first(run_ranks: RankPool) -> None:
     for equal, message in run_ranks(2, _other_functions):
         assert equal
-        assert "mul_ would change an output that is not gathered" in message
+        assert "mul_ would change a tensor that is not gathered" in message

@@ -163,6 +163,10 @@ def test_errors_of_the_model_itself_stay_as_they_are(run_ranks: RankPool) -> Non
     [
         (Plan({"blocks": _BLOCK}, _GATHER), r"main='image' is none of the modalities .*\(video\): set main="),
         (Plan({"blocks": _BLOCK}, {}, main="video"), "gathers nothing"),
+        (
+            Plan({"blocks": _BLOCK}, _GATHER, main="video", embeddings={"embed": "vidoe"}),
+            r"embeddings\['embed'\]='vidoe' is none of the modalities .*\(video\): use the one of",
+        ),
         (Plan({"blocks": {**_BLOCK, "ropes": split(1, "video")}}, _GATHER, main="video"), "'ropes'"),
         (Plan({"layers": _BLOCK}, _GATHER, main="video"), "'layers'"),
     ],

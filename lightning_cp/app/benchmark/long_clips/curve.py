@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from lightning_cp.app.benchmark.long_clips.activations import run_wan
 from lightning_cp.planning.devices import GB
@@ -110,7 +109,7 @@ def longest(bytes_of: Callable[[int], int], available: float, first: Sequence[in
     `bytes_of` grows with n and is affine wherever the peak stays in one part of the step. So a line through two known
     values gives the next n to look at. The search ends only when n was seen to fit, and n + 1 was seen not to.
 
-    Args: first: two n to begin with.
+    Args: first: two or more n to begin with.
     """
     known = {n: bytes_of(n) for n in first}
     while True:
@@ -118,9 +117,7 @@ def longest(bytes_of: Callable[[int], int], available: float, first: Sequence[in
         over = min((n for n, size in known.items() if size > available), default=None)
         if over == fits + 1:
             return fits
-        ordered = sorted(known)
-        after = sum(n <= fits for n in ordered)
-        low, high = ordered[(at := min(max(after - 1, 0), len(ordered) - 2))], ordered[at + 1]
+        low, high = (fits, over) if fits and over is not None else (min(known), max(known))
         slope = (known[high] - known[low]) / (high - low)
         guess = low + int((available - known[low]) // slope)
         guess = max(guess, fits + 1) if over is None else min(max(guess, fits + 1), over - 1)
@@ -139,14 +136,16 @@ def clip_rows(
 def _rows_of(name: str, ranks: int, memories_gb: Sequence[float], reserved_gb: float) -> Iterator[ClipRow]:
     training = TRAININGS[name]
     layout = layout_of(ranks, sharded=training.sharded)
+    steps: dict[int, Step] = {}
 
-    @cache
     def step(latent_frames: int) -> Step:
-        size = MediaSize(HEIGHT, WIDTH, frames_of(latent_frames), TEXT)
-        return run_wan(WAN_14B, size, layout, lora_rank=training.lora_rank)
+        if latent_frames not in steps:
+            size = MediaSize(HEIGHT, WIDTH, frames_of(latent_frames), TEXT)
+            steps[latent_frames] = run_wan(WAN_14B, size, layout, lora_rank=training.lora_rank)
+        return steps[latent_frames]
 
     for memory_gb in memories_gb:
         available = (memory_gb - reserved_gb) * GB
-        count = longest(lambda n: step(n).peak_bytes, available, (8 * ranks, 16 * ranks))
+        count = longest(lambda n: step(n).peak_bytes, available, [*steps] or (8 * ranks, 16 * ranks))
         best, more = step(max(count, 1)), step(count + 1)
         yield ClipRow(memory_gb, name, ranks, count, best.peak, best.at, more.peak_bytes)

@@ -52,6 +52,26 @@ def clips_table(rows: Sequence[ClipRow]) -> list[str]:
     return lines
 
 
+def curve_table(rows: Sequence[ClipRow]) -> list[str]:
+    """Return the lines of a Markdown table of frames by number of ranks, a row for each training and memory.
+
+    The last two columns compare the memory of one more frame, on all ranks together, between the numbers of ranks.
+    """
+    ranks = sorted({row.ranks for row in rows})
+    lines = [
+        f"| training | GB | {' | '.join(f'{n} ranks' if n > 1 else '1 rank' for n in ranks)} "
+        "| one more frame, MB on all ranks | largest / smallest |",
+        "|---" * (len(ranks) + 4) + "|",
+    ]
+    for name, memory in dict.fromkeys((row.training, row.memory_gb) for row in rows):
+        found = {row.ranks: row for row in rows if (row.training, row.memory_gb) == (name, memory)}
+        frames = [f"{found[n].frames:,}" if n in found and found[n].latent_frames else "–" for n in ranks]
+        sizes = [row.frame_bytes / 1e6 for row in found.values() if row.latent_frames]
+        spread = [f"{min(sizes):.0f} to {max(sizes):.0f}", f"{max(sizes) / min(sizes):.3f}"] if sizes else ["–", "–"]
+        lines.append(f"| {name} | {memory:g} | {' | '.join([*frames, *spread])} |")
+    return lines
+
+
 def draw_clips(rows: Sequence[ClipRow], path: Path) -> None:
     """Draw the seconds of the longest clips by number of ranks, as PNG: a panel for each memory."""
     from matplotlib.figure import Figure
@@ -65,10 +85,10 @@ def draw_clips(rows: Sequence[ClipRow], path: Path) -> None:
         for name in dict.fromkeys(row.training for row in rows):
             points = [x for x in rows if (x.training, x.memory_gb) == (name, memory) and x.latent_frames]
             if points:
-                first, last = points[0], max(row.ranks for row in points)
+                last = max(points, key=lambda row: row.ranks)
                 axis.plot([x.ranks for x in points], [x.seconds for x in points], "o-", color=palette[name], label=name)
-                ideal = [first.seconds, first.seconds * last / first.ranks]
-                axis.plot([first.ranks, last], ideal, ":", color=palette[name], linewidth=1)
+                ideal = [last.seconds * n / last.ranks for n in (ticks[0], last.ranks)]
+                axis.plot([ticks[0], last.ranks], ideal, ":", color=palette[name], linewidth=1)
         axis.set(title=f"{memory:g} GB per rank", xlabel="ranks", xscale="log", yscale="log")
         axis.set_xticks(ticks, [str(x) for x in ticks], minor=False)
         axis.minorticks_off()
@@ -89,7 +109,7 @@ def write(activations: Sequence[ActivationsRow], clips: Sequence[ClipRow], folde
     if activations:
         lines += ["## Activations", "", *activations_table(activations), ""]
     if clips:
-        lines += ["## Longest clips", "", *clips_table(clips), ""]
+        lines += ["## Longest clips", "", *curve_table(clips), "", *clips_table(clips), ""]
     values = {
         "activations": [asdict(row) for row in activations],
         "clips": [{**asdict(row), "frames": row.frames, "seconds": row.seconds, "tokens": row.tokens} for row in clips],

@@ -69,6 +69,8 @@ def test_rows_are_written(tmp_path: Path) -> None:
     page, data, picture = write([], rows, tmp_path)
     text = page.read_text(encoding="utf-8")
     assert "| 24 | 2 | 165 | 10 | 151,200 | 8.0 | 4.0 | activations | block 2 backward | 16.5 | 500 |" in text
+    assert "| LoRA, weights sharded | 24 | 81 | 165 | 250 to 500 | 2.000 |" in text
+    assert "| full, weights sharded | 24 | – | – | – | – |" in text
     assert "| full, weights sharded | 24 | 1 | – | – | – | 30.0 for one frame |" in text
     assert [row["frames"] for row in json.loads(data.read_text(encoding="utf-8"))["clips"]] == [81, 165, 0]
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,273 @@
+"""Embeddings of the patches: each rank embeds its own, and no value or gradient changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.engine.sharding import late_gather
+from lightning_cp.engine.sharding.embeddings import own_patches
+from lightning_cp.engine.sharding.late_gather import LateGather, gather_late, own_tokens
+from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
+from lightning_cp.finetune import LoraSettings, add_lora
+from lightning_cp.plans import REGISTERED, Plan
+from tests.dist.compare import nothing_narrowed
+from tests.dist.lightning_ranks import fabric_of, whole
+from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.tiny import Tiny
+from tests.models.wan import wan
+
+TOKENS = 45  # of the tiny Wan: uneven at 2 and at 4 ranks
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+def _sample(index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(index)
+    return {
+        "hidden_states": torch.randn(1, 4, 3, 6, 10, generator=generator, dtype=torch.float64).requires_grad_(),
+        "encoder_hidden_states": torch.randn(1, 7, 16, generator=generator, dtype=torch.float64),
+        "timestep": torch.tensor([300 * index + 4]),
+    }
+
+
+def _loss(model: nn.Module, sample: dict[str, Any]) -> Tensor:
+    output: Tensor = model(**sample, return_dict=False)[0].double()
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return (output * weights).sum() + output.square().sum()
+
+
+def _train(rank: int, world: int, kind: str, ring: int, ulysses: int, lora: bool, checkpoint: str) -> dict[str, float]:
+    """Relative errors of each gradient; "tokens": number of tokens that this rank has embedded."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        # A gather of the embedding is an error in this test.
+        with nothing_narrowed(), mock.patch.object(late_gather, "note_gather", _refused):
+            return _compared(rank, world, kind, ring, ulysses, lora, checkpoint)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _refused(name: str) -> None:
+    raise AssertionError(f"{name} gathers the embedding")
+
+
+def _compared(
+    rank: int, world: int, kind: str, ring: int, ulysses: int, lora: bool, checkpoint: str
+) -> dict[str, float]:
+    context = ring * ulysses
+    model: Any = wan().build().double()
+    if lora:
+        add_lora(model, LoraSettings(rank=2, targets=(*ATTENTION, "patch_embedding")))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight)
+    samples = [_sample(index) for index in range(world // context)]
+    (sum(_loss(model, sample) for sample in samples) / len(samples)).backward()  # type: ignore[union-attr]
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    sample = samples[rank // context]
+    of_input, sample["hidden_states"].grad = sample["hidden_states"].grad * len(samples), None
+    if checkpoint == "model":
+        model.enable_gradient_checkpointing()
+    elif checkpoint:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block, getattr(CheckpointImpl, checkpoint))
+    strategy: Any = (ContextParallelFSDPStrategy if kind == "cp_fsdp" else ContextParallelStrategy)(
+        ring=ring, ulysses=ulysses
+    )
+    # Lightning refuses 64-true with FSDP2; 32-true changes no dtypes.
+    fabric = fabric_of(rank, world, strategy, precision="32-true" if kind == "cp_fsdp" else "64-true")
+    wrapped, _ = fabric.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    embedded: list[int] = []
+    convolution = getattr(model.patch_embedding, "base_layer", model.patch_embedding)
+    convolution.register_forward_hook(lambda _module, args, _output: embedded.append(args[0][0, 0].numel() // 4))
+    fabric.backward(_loss(wrapped, sample))
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    errors = {name: _error(whole(found[name]), gradient) for name, gradient in expected.items()}
+    assert {name for name, gradient in found.items() if gradient is not None} == expected.keys()
+    mean = sample["hidden_states"].grad.clone()
+    groups = [dist.new_group(list(range(i, i + context))) for i in range(0, world, context)]
+    dist.all_reduce(mean, group=groups[rank // context])
+    return {**errors, "input": _error(mean / context, of_input), "tokens": sum(embedded)}
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "ring", "ulysses", "lora", "checkpoint"),
+    [
+        ("cp", 3, 3, 1, True, "model"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                *[("cp", 2, 2, 1, False, ""), ("cp", 3, 3, 1, False, "NO_REENTRANT"), ("cp", 4, 4, 1, False, "model")],
+                *[
+                    ("cp", 2, 1, 2, False, "REENTRANT"),
+                    ("cp", 4, 2, 2, True, ""),
+                    ("cp", 4, 2, 2, False, "NO_REENTRANT"),
+                ],
+                *[("cp", 4, 2, 1, False, "model"), ("cp", 4, 2, 1, True, "")],
+                *[("cp_fsdp", 2, 2, 1, False, ""), ("cp_fsdp", 3, 3, 1, False, "model")],
+                *[("cp_fsdp", 3, 1, 3, True, "NO_REENTRANT"), ("cp_fsdp", 4, 2, 2, False, "model")],
+                *[("cp_fsdp", 4, 2, 1, True, "model"), ("cp_fsdp", 4, 2, 1, False, "NO_REENTRANT")],
+            )
+        ),
+    ],
+)
+def test_each_rank_embeds_its_tokens_with_exact_gradients(
+    kind: str, world: int, ring: int, ulysses: int, lora: bool, checkpoint: str, run_ranks: RankPool
+) -> None:
+    by_rank = run_ranks(world, _train, kind, ring, ulysses, lora, checkpoint)
+    assert sum(errors.pop("tokens") for errors in by_rank) == TOKENS * world // (ring * ulysses)
+    for errors in by_rank:
+        assert any("patch_embedding" in name for name in errors)
+        assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def _added(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output + torch.linspace(0, 1, output.shape[2], dtype=output.dtype).view(-1, 1, 1)
+
+
+def _frames_reversed(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return torch.stack(output.unbind(2)[::-1], 2)
+
+
+def _used_twice(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output + output.square().mean()
+
+
+def _rows_swapped(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Return another order of the same values, of the same shape."""
+    return output.transpose(2, 3).reshape(output.shape)
+
+
+def _scaled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+_HOOKS: tuple[Callable[..., Tensor], ...] = (_added, _frames_reversed, _used_twice, _rows_swapped, _scaled)
+
+
+def _with_hooks(rank: int, world: int) -> dict[str, float]:
+    """Errors of outputs and gradients of a model that computes something between its embedding and its blocks."""
+    errors = {}
+    with nothing_narrowed():
+        for hook in _HOOKS:
+            model: Any = wan().build().double()
+            sample = _sample(1)
+            model.patch_embedding.register_forward_hook(hook)
+            torch.autograd.backward(_loss(model, sample))
+            expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+            of_input, sample["hidden_states"].grad = sample["hidden_states"].grad, None
+            model.zero_grad()
+            model.patch_embedding._forward_hooks.clear()
+            apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+            model.patch_embedding.register_forward_hook(hook)  # after the engine's hook
+            torch.autograd.backward(_loss(model, sample))
+            found = torch.cat([p.grad.flatten() for p in model.parameters()])
+            both = torch.cat([found, sample["hidden_states"].grad.flatten()])
+            dist.all_reduce(both)
+            errors[hook.__name__] = _error(both / world, torch.cat([expected, of_input.flatten()]))
+    return errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_uses_an_embedding_before_the_blocks_gets_all_of_it(world: int, run_ranks: RankPool) -> None:
+    for errors in run_ranks(world, _with_hooks):
+        assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def _sampled(rank: int, world: int) -> tuple[bool, bool]:
+    model: Any = wan().build().double()
+    sample = _sample(1)
+    expected = model(**sample, return_dict=False)[0]
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    with torch.inference_mode():
+        inferred = model(**sample, return_dict=False)[0]
+    with torch.no_grad():
+        embedded = []
+        handle = model.blocks[0].register_forward_pre_hook(lambda _module, args: embedded.append(type(args[0])))
+        found = model(**sample, return_dict=False)[0]
+        handle.remove()
+        alone = model.patch_embedding(sample["hidden_states"])  # outside of a forward: whole
+    assert type(alone) is Tensor
+    assert alone.shape[2:] == (3, 3, 5)
+    close = torch.allclose(found, expected) and torch.allclose(inferred, expected)
+    return close, LateGather not in embedded
+
+
+@pytest.mark.full
+def test_sampling_embeds_in_shards(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _sampled) == [(True, True)] * 2
+
+
+def _no_early_gather(rank: int, world: int, name: str) -> int:
+    """Number of modules that made a `LateGather`."""
+    tiny = TINY[name]
+    model: Any = tiny.build().eval()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    made = []
+
+    def late(*arguments: Any) -> Tensor:
+        made.append(arguments[1])
+        return late_gather.gather_late(*arguments)
+
+    with (
+        torch.no_grad(),
+        mock.patch("lightning_cp.engine.sharding.embeddings.gather_late", late),
+        mock.patch.object(late_gather, "note_gather", _refused),
+    ):
+        model(**tiny.arguments())
+    return len(made)
+
+
+def _embeds(tiny: Tiny) -> bool:
+    plan = REGISTERED[tiny.kind].variant_for(SimpleNamespace(**tiny.config)) if tiny.kind in REGISTERED else ""
+    return isinstance(plan, Plan) and bool(plan.embeddings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if _embeds(tiny)])
+def test_no_class_gathers_what_its_plan_embeds_in_shards(name: str, run_ranks: RankPool) -> None:
+    for made in run_ranks(2, _no_early_gather, name):
+        assert made
+
+
+def test_only_views_that_keep_the_order_give_this_ranks_tokens() -> None:
+    tokens = torch.randn(1, 2, 4)
+    late = gather_late(tokens, 1, [2, 2], SimpleNamespace(name="two ranks"))  # type: ignore[arg-type]
+    assert late.shape == late.transpose(1, 2).shape
+    parts = [(0, 2, 2, 0)]
+    kept = torch.unflatten(late.transpose(1, 2), 2, (2, 2)).flatten(2).transpose(1, 2).contiguous()
+    assert torch.equal(own_tokens(kept, 1, parts), tokens)  # type: ignore[arg-type]
+    for moved in (late.transpose(1, 2), late.transpose(1, 2).contiguous(), late.clone(), late.double()):
+        assert own_tokens(moved, 1, parts) is None
+    assert own_tokens(late, 1, [(0, 1, 3, 0)]) is None, "sizes of another sequence"
+    assert own_tokens(tokens, 1, parts) is None
+
+
+@pytest.mark.parametrize("patch", [(2,), (2, 1), (1, 2, 2), (2, 3, 2)])
+def test_own_patches_are_those_of_the_convolution(patch: tuple[int, ...]) -> None:
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(patch) - 1]
+    layer = kind(3, 5, patch, stride=patch, dtype=torch.float64)
+    x = torch.randn(2, 3, *(7, 6, 5)[: len(patch)], dtype=torch.float64)
+    output = layer(x)
+    grid = tuple(output.shape[2:])
+    expected = output.flatten(2)
+    for start, stop in [(0, expected.shape[2]), (1, 3), (2, 3)]:
+        found = layer(own_patches(x, patch, grid, range(start, stop)))
+        assert found.shape == (2, 5, stop - start, *[1] * (len(patch) - 1))
+        torch.testing.assert_close(found.flatten(2), expected[:, :, start:stop])
