@@ -93,7 +93,7 @@ TINY = {
     ),
     "hunyuan_video_token_replace": Tiny("HunyuanVideoTransformer3DModel", _TOKEN_REPLACE, lambda g: _video(g, 3, 1, 7)),
     "hunyuan_video_token_replace_short_text": Tiny(
-        "HunyuanVideoTransformer3DModel", _TOKEN_REPLACE, lambda g: with_short_text(_video(g, 5, 1, 1), 2)
+        "HunyuanVideoTransformer3DModel", _TOKEN_REPLACE, lambda g: with_short_text(_video(g, 7, 1, 1), 2)
     ),
     "framepack": Tiny("HunyuanVideoFramepackTransformer3DModel", _FRAMEPACK, _framepack),
     "framepack_one_sample": Tiny(
