@@ -81,13 +81,13 @@ def dry_run(
                 remove_context_parallel(model)
                 blocks = shorten(model, paths, margin=None if every_block else 2 if layout.sharded else 1)
                 is_short = len(blocks.repeats) < len(paths)
-                _replace_tensors(model, _without_storage, _without_storage)
+                replace_tensors(model, without_storage, without_storage)
                 engine["mlp_tiles"] = mlp_tiles
                 installed = parallelize(model, config, plan, **engine)
                 if layout.sharded:
                     shard_weights(model, installed, mesh)
                 weights = [getattr(inner, name) for inner, name in blocks.weights]
-                placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
+                placed = replace(Tensor, lambda x: without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
         except Exception as error:
             if "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error):
@@ -110,7 +110,7 @@ def _on_meta(
     """Build the model, with its adapters and checkpointing."""
     with torch.device("meta"):
         model: Any = build()
-    _replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
+    replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
     if not trains:
         return model.eval()  # type: ignore[no-any-return]
     model.train()
@@ -120,12 +120,12 @@ def _on_meta(
     return model  # type: ignore[no-any-return]
 
 
-def _without_storage(x: Tensor) -> Tensor:
+def without_storage(x: Tensor) -> Tensor:
     """Return a tensor of the same form on the device of the dry run. Call it where tensors have no storage."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-def _replace_tensors(
+def replace_tensors(
     model: nn.Module, of_weight: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
 ) -> None:
     """Replace the weights and buffers of a model. Tied weights stay tied."""

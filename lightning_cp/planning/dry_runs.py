@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import Task, described
 from lightning_cp.planning.models import of_dtype
+from lightning_cp.planning.pipeline.component_run import ComponentRuns
+from lightning_cp.planning.pipeline.components import Component
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Request
 from lightning_cp.planning.step import Layout, Part, Start, Step
@@ -21,6 +23,12 @@ class DryRuns:
     """The dry runs of requests for one model, which differ in ranks, devices and memory only."""
 
     _steps: dict[Hashable, Step] = field(default_factory=dict)
+    _components: ComponentRuns = field(default_factory=ComponentRuns)
+
+    def component(self, request: Request, layout: Layout, component: Component) -> Step | str:
+        """Return the call of a component of the pipeline, see `ComponentRuns`."""
+        ranks = layout.cfg * layout.ring * layout.ulysses
+        return self._components.run(component, ranks, request.device.profile(), request.dtype)
 
     def step(self, request: Request, layout: Layout) -> Step:
         """Return the step of a layout. Raises: ValueError: see `dry_run`."""

@@ -58,10 +58,12 @@ def problem_of(layout: Layout, model: PlannedModel) -> str | None:
     return None
 
 
-def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
+def overrides_of(layout: Layout, task: Task, batch_size: int = 1, stages: str = "together") -> list[str]:
     """Return the settings of recipes/train.py or recipes/sample.py for a layout.
 
-    Args: batch_size: samples of a rank's step; the recipe's is that of all data ranks.
+    Args:
+        batch_size: samples of a rank's step; the recipe's is that of all data ranks.
+        stages: see `parallelize_pipeline`.
     """
     if layout.ranks == 1:
         settings = ["strategy=single"]
@@ -76,6 +78,7 @@ def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
             f"activation_checkpointing={layout.checkpointing}",
         ]
     settings += [f"cfg={layout.cfg}"] if layout.cfg > 1 else []
+    settings += [f"stages={stages}"] if stages != "together" else []
     return [*settings, *(["shard=[transformer]"] if layout.sharded else [])]
 
 

@@ -107,7 +107,7 @@ def record_step(
         kind, fake = device_type(trained[0]), is_fake(trained[0])
         optimizer = optimizer_step(trained, settings.optimizer, kind=kind, fake=fake)
     gc.collect()  # cycles with tensors would be freed in the middle of the step
-    recorder = Recorder(_links(groups))
+    recorder = Recorder(links_of(groups))
     for x in (*local.values(), *model.buffers()):
         recorder.tracker.add(x, "weights")
     copies = (Counter(weights) - Counter(local.keys())).items()
@@ -148,7 +148,7 @@ def _run(
     buckets.finish()
 
 
-def _links(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
+def links_of(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
     """Return the names of communicators; of groups with several names the first."""
     named = {"ring": groups.ring, "ulysses": groups.ulysses, "context": groups.context}
     links: dict[dist.ProcessGroup, str] = {}

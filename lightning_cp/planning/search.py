@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
+from lightning_cp.planning.pipeline.stages import with_stages
 from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
 from lightning_cp.planning.step import Checkpointing, Layout
 from lightning_cp.planning.timeline import time_step
@@ -81,8 +83,12 @@ class _Search:
         size = self.request.dtype.itemsize
         trains = self.request.task == "train"
         weights = sum(count for count, _ in elements) * size
+        self._weights, self._buffers = weights, sum(x.numel() * x.element_size() for x in model.buffers())
         # Weights; gradients and two states of AdamW of those that are trained.
         self._fixed: float = weights + 3 * trains * size * sum(count for count, trained in elements if trained)
+        pipeline = self.request.pipeline if self.request.stages == "together" else None
+        others = [x for x in pipeline.components if x.stage != "denoise"] if pipeline else []
+        self._others = sum(x.weight_bytes(self.request.dtype) for x in others)  # of encoders and VAE, not sharded
 
     def visit(self, layout: Layout) -> None:
         """Dry-run a layout, unless it is clear without it that it cannot be the best, or does not fit."""
@@ -108,7 +114,7 @@ class _Search:
             self.excluded.append(Excluded(layout, " ".join(str(error).split())))
             return
         if choice.peak_bytes > self.request.available:
-            self._too_large(layout, choice.peak_bytes)
+            self._too_large(layout, choice.peak_bytes, stage=choice.stage)
         else:
             self.choices.append(choice)
 
@@ -117,24 +123,28 @@ class _Search:
         request = self.request
         step = self.runs.step(request, layout)
         times = time_step(step, request.device)
-        forwards = 2 if request.task == "sample" and request.model.guided and layout.cfg == 1 else 1
         samples = request.batch_size * (layout.data if request.task == "train" else 1)
-        choice = Choice(layout, times, times.seconds * forwards / samples, step.peak, step.flops, step.sent_bytes())
+        seconds = times.seconds * request.forwards(layout) / samples
+        choice = Choice(layout, times, seconds, step.peak, step.flops, step.sent_bytes())
+        if request.pipeline is not None:
+            transformer_bytes = self._weights // (layout.ranks if layout.sharded else 1) + self._buffers
+            run = partial(self.runs.component, request, layout)
+            choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
         return choice
 
-    def _too_large(self, layout: Layout, needed: float, least: str = "") -> None:
+    def _too_large(self, layout: Layout, needed: float, least: str = "", stage: str = "") -> None:
         request = self.request
         total = needed / GB + request.reserved_gb
-        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB"
-        self.excluded.append(Excluded(layout, reason, needed))
+        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB{f' to {stage}' if stage else ''}"
+        self.excluded.append(Excluded(layout, reason, needed, stage))
 
     def _least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of the memory.
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
         """
-        fixed = self._fixed / (layout.ranks if layout.sharded else 1)
+        fixed = self._fixed / (layout.ranks if layout.sharded else 1) + self._others
         one = replace(layout, data=layout.data * layout.ring * layout.ulysses, ring=1, ulysses=1)
         seen = self._seen.get(one)
         if seen is None or one == layout:
@@ -194,7 +204,8 @@ def _what_is_missing(search: _Search, *, advise: bool) -> str:
     request = search.request
     found = closest(search.excluded)
     missing = request.missing_gb(found)
-    text = f"nothing fits: {described(found.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB"
+    stage = f" to {found.stage}" if found.stage else ""
+    text = f"nothing fits: {described(found.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB{stage}"
     return f"{text}; {_change_that_fits(search, found.layout)}" if advise else text
 
 
