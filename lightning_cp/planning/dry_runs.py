@@ -36,7 +36,7 @@ class DryRuns:
 
     def _traced(self, request: Request, layout: Layout) -> Step:
         profile = request.device.profile()
-        key = layout, profile.kind, profile.capability
+        key = layout, profile.kind, profile.capability, request.mlp_tiles
         if key not in self._steps:
             _LOG.info("dry run of %s", described(layout))
             self._steps[key] = dry_run(
@@ -48,6 +48,7 @@ class DryRuns:
                 dtype=request.dtype,
                 lora=request.lora,
                 plan=request.plan,
+                mlp_tiles=request.mlp_tiles,
             )
         return self._steps[key]
 

@@ -22,10 +22,9 @@ from lightning_cp.engine.sharding.late_gather import keeping_shards
 from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
+from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight
 from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
 from lightning_cp.planning.recorder import Recorder, Segment
-from lightning_cp.planning.replicas import GradientBuckets
-from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from lightning_cp.planning.models import PlannedModel
 from lightning_cp.planning.pipeline.components import Pipeline
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times
-from lightning_cp.rules import Integer, Number
+from lightning_cp.rules import MLP_TILES, Integer, Number
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Request:
         fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
         pipeline: encoders and VAE of the model, for sampling; None: not planned.
         stages: which components of a pipeline are on the device: see `parallelize_pipeline`.
+        mlp_tiles: see `engine.apply.parallelize`.
+        of_one_sample: returns this request with one sample a step; None: not known.
         num_inference_steps: steps of a sample; None: the default of its pipeline.
     Raises: ValueError: an invalid value.
     """
@@ -58,6 +60,8 @@ class Request:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     stages: Placement = "together"
+    mlp_tiles: int | str | None = None
+    of_one_sample: Callable[[], Request] | None = field(default=None, compare=False)
     num_inference_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +78,10 @@ class Request:
         check_fixed(self.fixed, self.task)
         if self.stages not in (valid := get_args(Placement)):
             raise ValueError(f"stages={self.stages!r} must be one of {', '.join(valid)}")
+        if not MLP_TILES.passes(self.mlp_tiles):
+            raise ValueError(f"mlp_tiles={self.mlp_tiles!r} must be {MLP_TILES.describe()}")
+        if self.mlp_tiles is not None and self.task == "sample":
+            raise ValueError(f"mlp_tiles={self.mlp_tiles} is for task=train: leave it out of task=sample")
         if self.num_inference_steps is not None and not Integer(1).passes(self.num_inference_steps):
             raise ValueError(
                 f"num_inference_steps={self.num_inference_steps!r} must be null or an integer of at least 1"
@@ -102,7 +110,8 @@ class Request:
 
     def overrides(self, layout: Layout) -> list[str]:
         """Return the settings of recipes/train.py or recipes/sample.py for a layout."""
-        return overrides_of(layout, self.task, self.batch_size, self.stages)
+        tiles = [] if self.mlp_tiles is None else [f"mlp_tiles={self.mlp_tiles}"]
+        return [*overrides_of(layout, self.task, self.batch_size, self.stages), *tiles]
 
     def missing_gb(self, layout: Excluded) -> float:
         """Return the memory of a rank that a layout lacks, in GB."""

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.engine.apply import NoPlanError
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.planning.changes import Change, what_is_missing
 from lightning_cp.planning.devices import GB
+from lightning_cp.planning.dry_run import UntraceableError
 from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
 from lightning_cp.planning.pipeline.stages import with_stages
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
-from lightning_cp.planning.step import Checkpointing, Layout
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request
+from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import time_step
 
+OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
 
 
@@ -41,13 +45,8 @@ def plan(request: Request, runs: DryRuns | None = None, *, advise: bool = True) 
         first = search.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
     choices, equal = ranked(search.choices)
-    reason = why(choices, equal, request) if choices else _what_is_missing(search, advise=advise)
+    reason = why(choices, equal, request) if choices else search.what_is_missing(advise=advise)
     return Plan(request, choices, equal, tuple(search.excluded), reason)
-
-
-def is_of_every_layout(error: ValueError) -> bool:
-    """Return True for an error of a dry run that no layout would avoid: the model cannot be traced, or has no plan."""
-    return any(text in str(error) for text in ("cannot be traced", "no plan is registered"))
 
 
 def predicted(request: Request, layout: Layout) -> Choice:
@@ -98,7 +97,7 @@ class _Search:
         if found is not None:
             self.excluded.append(Excluded(layout, found))
             return
-        needed = self._least_bytes(layout)
+        needed = self.least_bytes(layout)
         if needed > self.request.available:
             self._too_large(layout, needed, "at least ")
             return
@@ -108,9 +107,9 @@ class _Search:
             return
         try:
             choice = self.run(layout)
+        except OF_EVERY_LAYOUT:
+            raise
         except ValueError as error:
-            if is_of_every_layout(error):
-                raise
             self.excluded.append(Excluded(layout, " ".join(str(error).split())))
             return
         if choice.peak_bytes > self.request.available:
@@ -133,13 +132,18 @@ class _Search:
         self._seen[layout] = choice
         return choice
 
+    def what_is_missing(self, *, advise: bool) -> str:
+        """Return the missing memory, and the cheapest change that would fit. Args: advise: search the change."""
+        fits = _fits if advise else None
+        return what_is_missing(self.request, self.excluded, fits, can_checkpoint=self.can_checkpoint)
+
     def _too_large(self, layout: Layout, needed: float, least: str = "", stage: str = "") -> None:
         request = self.request
         total = needed / GB + request.reserved_gb
         reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB{f' to {stage}' if stage else ''}"
         self.excluded.append(Excluded(layout, reason, needed, stage))
 
-    def _least_bytes(self, layout: Layout) -> float:
+    def least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of the memory.
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
@@ -173,6 +177,20 @@ class _Search:
         return None
 
 
+def _fits(change: Change) -> bool:
+    """Return True if a layout with a change fits."""
+    request, layout = change.request, change.layout
+    if problem_of(layout, request.model) is not None:
+        return False
+    search = _Search(request, DryRuns())
+    if search.least_bytes(layout) > request.available:
+        return False
+    try:
+        return search.run(layout).peak_bytes <= request.available
+    except ValueError:  # the change is not possible for this model
+        return False
+
+
 def _divides(a: Layout, b: Layout) -> bool:
     """Return True if the context degrees of `a` are smaller and divide those of `b`, and other degrees are equal."""
     divides = b.ring % a.ring == 0 and b.ulysses % a.ulysses == 0
@@ -197,28 +215,3 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
         f"{described(best.layout)}: {others}, bound by {bound} ({share:.0%} of the time), "
         f"{used:.1f} of {request.memory:g} GB"
     )
-
-
-def _what_is_missing(search: _Search, *, advise: bool) -> str:
-    """Return how much memory is missing, and the first of some changes that would fit, from the cheapest on."""
-    request = search.request
-    found = closest(search.excluded)
-    missing = request.missing_gb(found)
-    stage = f" to {found.stage}" if found.stage else ""
-    text = f"nothing fits: {described(found.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB{stage}"
-    return f"{text}; {_change_that_fits(search, found.layout)}" if advise else text
-
-
-def _change_that_fits(search: _Search, smallest: Layout) -> str:
-    request = search.request
-    level: Checkpointing = "full" if request.task == "train" and search.can_checkpoint else "none"
-    if request.task == "train" and request.lora is None:
-        smaller = _Search(replace(request, lora=LoraSettings(rank=16)), DryRuns())
-        layout = replace(smallest, checkpointing=level, sharded=request.ranks > 1)
-        if smaller.run(layout).peak_bytes <= request.available:
-            return f"lora.rank=16 would fit ({described(layout)})"
-    for factor in (2, 4, 8, 16):
-        layout = replace(smallest, ring=smallest.ring * factor, sharded=True, checkpointing=level)
-        if problem_of(layout, request.model) is None and search.run(layout).peak_bytes <= request.available:
-            return f"ranks={layout.ranks} would fit ({described(layout)})"
-    return "neither LoRA nor 16 times as many ranks would fit: use a smaller size, or devices with more memory"

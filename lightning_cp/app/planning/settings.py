@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.files import read_json
@@ -59,6 +59,8 @@ def request_of(config: DictConfig) -> Request:
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
         pipeline=pipeline_of(config) if config.task == "sample" else None,
         stages=config.stages,
+        mlp_tiles=config.mlp_tiles,
+        of_one_sample=partial(request_of, cast("DictConfig", OmegaConf.merge(config, {"batch_size": 1}))),
         num_inference_steps=config.num_inference_steps,
     )
 
@@ -155,17 +157,34 @@ def device_of(setting: Any) -> Device:
     figures = _plain(setting) if OmegaConf.is_dict(setting) else {"name": setting}
     name = str(figures.pop("name", "auto"))
     if name.endswith((".yaml", ".yml")):
+        given = {key: value for key, value in figures.items() if value is not None}
+        stored = {**_stored_figures(Path(name)), **given}
         try:
-            stored = _plain(OmegaConf.load(name))
-        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-            raise SettingsError(f"gpu={name} cannot be read: {error}") from error
-        if not isinstance(stored, dict):
-            raise SettingsError(
-                f"gpu={name} must hold the figures of a device, as recipes/bench.py calibrate=true does"
-            )
-        figures = {**stored, **{key: value for key, value in figures.items() if value is not None}}
-        return device_named(str(figures.pop("name", name)), {"source": "file", **figures})
+            return device_named(str(stored.pop("name", name)), {"source": "file", **stored})
+        except ValueError as error:
+            raise SettingsError(f"gpu={name} does not describe a device: {error}") from error
     return device_named(_this_device() if name == "auto" else name, figures)
+
+
+def _stored_figures(file: Path) -> dict[str, Any]:
+    """Read the figures of a device. Raises: SettingsError: the file cannot be read, or has none."""
+    from lightning_cp.planning.devices import DEVICES, NEEDED
+
+    advice = f"It must hold {', '.join(NEEDED)}, as the device.yaml that python recipes/bench.py calibrate=true writes"
+    try:
+        stored = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"gpu={file} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SettingsError(f"gpu={file} cannot be read: it is not YAML. {advice}") from error
+    if not isinstance(stored, dict):
+        kind = "it is empty" if stored is None else f"it holds a {type(stored).__name__}, not names with values"
+        raise SettingsError(f"gpu={file} does not describe a device: {kind}. {advice}")
+    missing = [key for key in NEEDED if stored.get(key) is None]
+    if missing and stored.get("name") not in DEVICES:
+        keys = ", ".join(str(key) for key in list(stored)[:5])
+        raise SettingsError(f"gpu={file} does not describe a device: no {', '.join(missing)} (it has {keys}). {advice}")
+    return {str(key): value for key, value in stored.items()}
 
 
 def _this_device() -> str:

@@ -64,9 +64,8 @@ def dry_run_component(
         try:
             with fake_tensors(allow_real=True):
                 replace_tensors(module, without_storage, without_storage)
-                inputs = replace(
-                    Tensor, lambda x: without_storage(x.to(dtype)) if x.is_meta else x, {**component.inputs}
-                )
+                given = dict(component.inputs or {})
+                inputs = replace(Tensor, lambda x: without_storage(x.to(dtype)) if x.is_meta else x, given)
                 return record_call(module, component.method, inputs, groups)
         finally:
             BUFFERS.forget()

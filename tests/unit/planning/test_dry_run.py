@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
+from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import LoraSettings
-from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
@@ -125,7 +126,9 @@ class _Reads(Plain):
 def test_errors_name_the_cause() -> None:
     with pytest.raises(ValueError, match="reads values of a tensor"):
         dry_run(_Reads, {"x": _meta(2, 8, 16)}, Layout(ring=2), plan=PLAIN_PLAN)
-    with pytest.raises(ValueError, match="no plan is registered"):
+    with pytest.raises(UntraceableError, match=r"fails with these inputs: TypeError: .* 'y'"):
+        dry_run(_Reads, {"y": _meta(2, 8, 16)}, Layout(ring=2), plan=PLAIN_PLAN)
+    with pytest.raises(NoPlanError, match="no plan is registered"):
         dry_run(_Reads, {"x": _meta(2, 8, 16)}, Layout(ring=2))
     with pytest.raises(ValueError, match="ulysses_degree=8 must be at most the number of query heads, 4"):
         dry_run(_TINY, _TINY_INPUTS, Layout(ulysses=8))
