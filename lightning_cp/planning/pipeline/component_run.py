@@ -18,7 +18,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import DeviceProfile, assuming
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.nest import of_type, replace
-from lightning_cp.planning.dry_run import fake_rank, replace_tensors, without_storage
+from lightning_cp.planning.dry_run import fake_rank, new_garbage_only, replace_tensors, without_storage
 from lightning_cp.planning.pipeline.components import Component
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import composed, links_of
@@ -56,7 +56,7 @@ def dry_run_component(
         rank: the rank that is traced; None: one that has neighbours on both sides, if there is one.
     """
     rank = (1 if ranks > 2 else 0) if rank is None else rank
-    with fake_rank(ranks, rank), assuming(device):
+    with fake_rank(ranks, rank), assuming(device), new_garbage_only():
         groups = groups_for(ContextParallelConfig(ring_degree=ranks))
         BUFFERS.forget()
         module = copy.deepcopy(component.module)

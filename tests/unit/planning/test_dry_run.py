@@ -108,6 +108,22 @@ def test_the_device_is_that_of_the_profile() -> None:
     assert kernels(CPU) == {f"aten::_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward")}
 
 
+def test_the_host_reads_step_counters_without_kernels() -> None:
+    step = dry_run(_TINY, _TINY_INPUTS, Layout(), device=_GPU)
+    (part,) = (part for part in step.parts if part.name == "optimizer")
+    assert len(part.events) < 20  # for all weights at once
+
+
+@pytest.mark.full
+def test_gathered_weights_are_no_activations() -> None:
+    """The buffer that FSDP2 gathers a block into."""
+    step = dry_run(_TINY, _TINY_INPUTS, Layout(ring=2, ulysses=2, sharded=True), StepSettings("sample"), device=_GPU)
+    block = _TINY().transformer_blocks[0]
+    weights = 2 * sum(x.numel() for x in block.parameters())
+    assert weights < step.peak["buffers"] < 3 * weights
+    assert step.peak["activations"] < 2 * weights
+
+
 def test_the_output_is_not_gathered_for_the_loss_unless_asked() -> None:
     steps = [dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), StepSettings(on_shards=x)) for x in (True, False)]
     on_shards, gathered = (sum(step.sent_bytes().values()) for step in steps)
