@@ -34,7 +34,8 @@ def what_is_missing(
     """
     found = closest(excluded)
     stage = f" to {found.stage}" if found.stage else ""
-    missing = f"{request.missing_gb(found):.3g} GB more than {request.memory:.4g} GB{stage}"
+    least = "at least " if found.is_least else ""
+    missing = f"{least}{request.missing_gb(found):.3g} GB more than {request.memory:.4g} GB{stage}"
     text = f"nothing fits: {described(found.layout)} needs {missing}"
     if fits is None:
         return text
@@ -59,7 +60,8 @@ def changes(request: Request, smallest: Layout, *, can_checkpoint: bool) -> Iter
     Args: smallest: the layout that lacks the least memory.
     """
     trains = request.task == "train"
-    layout = replace(smallest, sharded=request.ranks > 1, checkpointing="full" if trains and can_checkpoint else "none")
+    sharded = (smallest.ranks if trains else smallest.ring * smallest.ulysses) > 1
+    layout = replace(smallest, sharded=sharded, checkpointing="full" if trains and can_checkpoint else "none")
     if request.fixed:
         yield Change("", request, layout)
     singles: list[Change] = []

@@ -68,9 +68,12 @@ class GradientBuckets:
             hook.remove()
 
 
-def weights_mesh(device_type: str = "cpu") -> DeviceMesh:
-    """Return a mesh of all ranks. Call it where tensors have storage."""
-    return DeviceMesh(device_type, torch.arange(dist.get_world_size()), mesh_dim_names=("shard",))
+def weights_mesh(device_type: str = "cpu", size: int = -1) -> DeviceMesh:
+    """Return a mesh of so many neighbouring ranks (-1: all). Call it where tensors have storage."""
+    ranks = torch.arange(dist.get_world_size())
+    if size in (-1, len(ranks)):
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
+    return DeviceMesh(device_type, ranks.view(-1, size), mesh_dim_names=("copy", "shard"))["shard"]
 
 
 def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh) -> None:

@@ -55,7 +55,7 @@ class DryRuns:
 
 def traced_for(layout: Layout, task: Task) -> Layout:
     """Return the layout to dry-run: with the fewest data ranks that give the same step, but for the gradients' sum."""
-    if layout.sharded:
+    if layout.sharded and task == "train":
         return replace(layout, data=layout.data * layout.cfg, cfg=1)
     context = layout.ring * layout.ulysses
     needs_two = task == "train" and layout.ranks > 1 and context == 1

@@ -28,11 +28,18 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
                     data, rest = divmod(ranks, context * cfg * pipe)
                     if rest or not data:
                         continue
-                    for sharded in (False, True) if ranks > 1 else (False,):
+                    for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
                         for level in ("none",) if samples else LEVELS:
                             layout = Layout(data, cfg, context // ulysses, ulysses, pipe, pipe, sharded, level)
                             if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):
                                 yield layout
+
+
+def shard_ranks(layout: Layout, task: Task) -> int:
+    """Return over how many ranks the transformer's weights are sharded: sampling shards them over its context group."""
+    if not layout.sharded:
+        return 1
+    return layout.ring * layout.ulysses if task == "sample" else layout.ranks
 
 
 def check_fixed(fixed: Mapping[str, object], task: Task) -> None:

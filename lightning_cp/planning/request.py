@@ -188,12 +188,14 @@ class Excluded:
     Attributes:
         needs_bytes: memory, at least; 0: it was not excluded for its memory.
         stage: in which it needs most of it; "": not known, or only the transformer is planned.
+        is_least: it was excluded without a dry run, and may need more.
     """
 
     layout: Layout
     reason: str
     needs_bytes: float = 0.0
     stage: str = ""
+    is_least: bool = False
 
 
 def closest(excluded: Iterable[Excluded]) -> Excluded:

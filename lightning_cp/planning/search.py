@@ -16,7 +16,7 @@ from lightning_cp.planning.changes import Change, what_is_missing
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_run import UntraceableError
 from lightning_cp.planning.dry_runs import DryRuns
-from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
+from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
 from lightning_cp.planning.pipeline.stages import with_stages
 from lightning_cp.planning.request import Choice, Excluded, Plan, Request
 from lightning_cp.planning.step import Layout
@@ -99,7 +99,7 @@ class _Search:
             return
         needed = self.least_bytes(layout)
         if needed > self.request.available:
-            self._too_large(layout, needed, "at least ")
+            self._too_large(layout, needed, is_least=True)
             return
         slow = self._is_slow(layout)
         if slow is not None:
@@ -126,7 +126,7 @@ class _Search:
         seconds = times.seconds * request.forwards(layout) / samples
         choice = Choice(layout, times, seconds, step.peak, step.flops, step.sent_bytes())
         if request.pipeline is not None:
-            transformer_bytes = self._weights // (layout.ranks if layout.sharded else 1) + self._buffers
+            transformer_bytes = self._weights // shard_ranks(layout, request.task) + self._buffers
             run = partial(self.runs.component, request, layout)
             choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
@@ -137,18 +137,19 @@ class _Search:
         fits = _fits if advise else None
         return what_is_missing(self.request, self.excluded, fits, can_checkpoint=self.can_checkpoint)
 
-    def _too_large(self, layout: Layout, needed: float, least: str = "", stage: str = "") -> None:
+    def _too_large(self, layout: Layout, needed: float, *, stage: str = "", is_least: bool = False) -> None:
         request = self.request
         total = needed / GB + request.reserved_gb
-        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB{f' to {stage}' if stage else ''}"
-        self.excluded.append(Excluded(layout, reason, needed, stage))
+        least, to = "at least " if is_least else "", f" to {stage}" if stage else ""
+        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB{to}"
+        self.excluded.append(Excluded(layout, reason, needed, stage, is_least))
 
     def least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of the memory.
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
         """
-        fixed = self._fixed / (layout.ranks if layout.sharded else 1) + self._others
+        fixed = self._fixed / shard_ranks(layout, self.request.task) + self._others
         one = replace(layout, data=layout.data * layout.ring * layout.ulysses, ring=1, ulysses=1)
         seen = self._seen.get(one)
         if seen is None or one == layout:

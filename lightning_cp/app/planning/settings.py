@@ -126,8 +126,11 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
 
 def pipeline_of(config: DictConfig) -> Pipeline | None:
     """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
+    import transformers
+
     from lightning_cp.planning.pipeline.components import make_pipeline, read_components
 
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # image processors are not used
     name, path = str(config.model), Path(str(config.model))
     if name in config.models:
         values = _plain(config.models[name])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
+from lightning_cp.planning.layouts import shard_ranks
 from lightning_cp.planning.pipeline.components import Component, Pipeline, Stage
 from lightning_cp.planning.request import Choice, Request, SampleStage
 from lightning_cp.planning.step import Step
@@ -40,7 +41,7 @@ class _Weights:
         self._setting = request.stages
         self.sizes: dict[str, tuple[Stage, int]] = {"transformer": ("denoise", transformer_bytes)}
         for x in pipeline.components:
-            parts = choice.layout.ranks if choice.layout.sharded and x.stage == "denoise" else 1
+            parts = shard_ranks(choice.layout, "sample") if x.stage == "denoise" else 1
             self.sizes[x.name] = x.stage, x.weight_bytes(request.dtype) // parts
 
     def beside(self, stage: Stage, caller: str, peak: dict[str, int]) -> dict[str, int]:

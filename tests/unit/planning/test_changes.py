@@ -33,7 +33,7 @@ _RANKS = ["ranks=4", "ranks=8", "ranks=16", "ranks=32"]
     ],
 )
 def test_cheap_changes_come_first(request_: Request, can_checkpoint: bool, names: list[str]) -> None:
-    found = list(changes(request_, Layout(data=2), can_checkpoint=can_checkpoint))
+    found = list(changes(request_, Layout(ring=2), can_checkpoint=can_checkpoint))
     assert [x.name for x in found] == [*names, *_RANKS]
     level = "full" if request_.task == "train" and can_checkpoint else "none"
     assert all(x.layout.sharded and x.layout.checkpointing == level for x in found)
@@ -55,7 +55,7 @@ def test_the_first_change_that_fits_is_named() -> None:
         return what_is_missing(_SAMPLE, excluded, given, can_checkpoint=False)
 
     text = "nothing fits: data 2 needs 12 GB more than 80 GB to decode"
-    assert reason(fits) == f"{text}; batch_size=1 would fit (data 2, sharded)"
+    assert reason(fits) == f"{text}; batch_size=1 would fit (data 2)"
     assert tried == ["stages=offload", "batch_size=1"]
     assert reason(None) == text
     assert reason(lambda _: False).startswith(
