@@ -108,6 +108,7 @@ def test_the_device_is_that_of_the_profile() -> None:
     assert kernels(CPU) == {f"aten::_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward")}
 
 
+@pytest.mark.full
 def test_the_host_reads_step_counters_without_kernels() -> None:
     step = dry_run(_TINY, _TINY_INPUTS, Layout(), device=_GPU)
     (part,) = (part for part in step.parts if part.name == "optimizer")

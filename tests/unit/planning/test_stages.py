@@ -88,6 +88,7 @@ def _pipeline(*extra: Component) -> Pipeline:
     return replace(found, components=(*found.components, *extra))
 
 
+@pytest.mark.full
 def test_weights_stay_on_the_device_as_the_setting_says() -> None:
     pipeline = _pipeline()
     sizes = {x.name: x.weight_bytes(torch.bfloat16) for x in pipeline.components}
