@@ -26,12 +26,17 @@ from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
 __all__ = [
     "Installed",
+    "NoPlanError",
     "apply_context_parallel",
     "installed_on",
     "no_plan_message",
     "parallelize",
     "remove_context_parallel",
 ]
+
+
+class NoPlanError(PlanError):
+    """A model whose class has no plan."""
 
 
 def apply_context_parallel(
@@ -98,7 +103,7 @@ def parallelize(
     check_tiles(mlp_tiles)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
-        raise PlanError(no_plan_message(type(module)))
+        raise NoPlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
     groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import described, layouts
 from lightning_cp.planning.request import Plan, Request, closest
-from lightning_cp.planning.search import is_of_every_layout, plan, ranked, why
+from lightning_cp.planning.search import OF_EVERY_LAYOUT, plan, ranked, why
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
             continue
         try:
             plans.append(plan(replace(request, fixed={**fixed, "data": data})))
+        except OF_EVERY_LAYOUT:
+            raise
         except ValueError as error:
-            if is_of_every_layout(error):
-                raise
             problems.append(str(error))
     requests = {choice.layout: x.request for x in plans for choice in x.choices}
     if requests:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_cp.device_profile import DeviceProfile
 from lightning_cp.rules import Number
 
+NEEDED = ("tflops", "memory_gb", "memory_gbs", "link_gbs", "network_gbs")  # figures without a default
 DATASHEET, MEASURED = "datasheet", "measured"
 GB = 1e9
 
@@ -60,6 +61,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "cuda"):
             raise ValueError(f"gpu.kind={self.kind!r} must be cpu or cuda")
+        if not _are_two_integers(self.capability):
+            raise ValueError(f"gpu.capability={self.capability!r} must be two integers, for example [9, 0]")
         object.__setattr__(self, "capability", tuple(self.capability))
         for field in fields(self):
             value = getattr(self, field.name)
@@ -79,6 +82,10 @@ class Device:
     def bandwidth(self, span: int) -> float:
         """Return bytes per second of a communicator. Args: span: consecutive ranks that it lies in."""
         return (self.link_gbs if span <= self.node_ranks else self.network_gbs) * GB
+
+
+def _are_two_integers(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(x, int) for x in value)
 
 
 # Peaks, memory and links are the vendors' (dense, without sparsity), links 80 % of them. Host times, `kernel_us` and
@@ -114,17 +121,19 @@ def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
     """
     figures = {key: value for key, value in (figures or {}).items() if value is not None}
     known = {field.name for field in fields(Device)}
-    if unknown := sorted(figures.keys() - known):
+    unknown = sorted(str(key) for key in figures.keys() - known)
+    missing = [] if name in DEVICES else [key for key in NEEDED if key not in figures]
+    if missing:
+        others = f" ({', '.join(unknown[:5])}: no figures of a device)" if unknown else ""
+        raise ValueError(
+            f"gpu={name} is not in the table of devices ({', '.join(DEVICES)}) and has no {', '.join(missing)}{others}."
+            f" Give its figures, 'gpu={{name: {name}, {', '.join(f'{key}: …' for key in NEEDED)}}}', or measure them "
+            "on the machine: python recipes/bench.py calibrate=true writes device.yaml, for gpu=device.yaml"
+        )
+    if unknown:
         raise ValueError(f"gpu.{unknown[0]} is no figure of a device: use some of {', '.join(sorted(known))}")
     if name in DEVICES:
         return replace(DEVICES[name], **({"source": "given", **figures} if figures else {}))
-    needed = ("tflops", "memory_gb", "memory_gbs", "link_gbs", "network_gbs")
-    if missing := [key for key in needed if key not in figures]:
-        raise ValueError(
-            f"gpu={name} is not in the table of devices ({', '.join(DEVICES)}) and has no {', '.join(missing)}. Give "
-            f"its figures, 'gpu={{name: {name}, {', '.join(f'{key}: …' for key in needed)}}}', or measure them on the "
-            "machine: python recipes/bench.py calibrate=true writes device.yaml, for gpu=device.yaml"
-        )
     return Device(**{"name": name, "source": "given", **figures})
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +26,14 @@ from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.planning.blocks import shorten
+from lightning_cp.planning.data_parallel import shard_weights, weights_mesh
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
-from lightning_cp.planning.sharded import shard_weights, weights_mesh
 from lightning_cp.planning.step import Layout, Step
+
+
+class UntraceableError(ValueError):
+    """A forward that cannot be run on tensors without storage, at any degrees."""
 
 
 def dry_run(
@@ -61,13 +68,13 @@ def dry_run(
         every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others,
             unless the forward fails without the others, for example because it counts its blocks.
     Raises:
-        ValueError: the degrees do not fit the model, the class has no plan, the forward reads values that a tensor does
-            not have, or there is a process group.
+        ValueError: the degrees do not fit the model, the class has no plan, or there is a process group.
+        UntraceableError: the forward reads values that a tensor does not have, or fails with these inputs.
     """
     if layout.pipe > 1 or layout.patches > 1:
         raise ValueError(f"pipe={layout.pipe}, patches={layout.patches}: PipeFusion cannot be traced, use 1 and 1")
     is_short = False
-    with fake_rank(layout.ranks, rank), assuming(device):
+    with fake_rank(layout.ranks, rank), assuming(device), new_garbage_only():
         config = ContextParallelConfig(
             ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
         )
@@ -81,27 +88,45 @@ def dry_run(
                 remove_context_parallel(model)
                 blocks = shorten(model, paths, margin=None if every_block else 2 if layout.sharded else 1)
                 is_short = len(blocks.repeats) < len(paths)
-                _replace_tensors(model, _without_storage, _without_storage)
+                replace_tensors(model, without_storage, without_storage)
                 engine["mlp_tiles"] = mlp_tiles
                 installed = parallelize(model, config, plan, **engine)
                 if layout.sharded:
                     shard_weights(model, installed, mesh)
                 weights = [getattr(inner, name) for inner, name in blocks.weights]
-                placed = replace(Tensor, lambda x: _without_storage(x) if x.is_meta else x, dict(inputs))
+                placed = replace(Tensor, lambda x: without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
         except Exception as error:
-            if "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error):
-                raise ValueError(
+            if reads_values(error):
+                raise UntraceableError(
                     f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends "
-                    f"on values ({type(error).__name__}: {error}). Pass the tensor with its values, not on the meta "
-                    "device, or choose the degrees by hand"
+                    f"on values{_where(error)} ({type(error).__name__}: {error}). If the tensor is an input, pass it "
+                    "with its values, not on the meta device; otherwise choose the degrees by hand"
                 ) from error
             if not is_short:
-                raise
+                if isinstance(error, (ValueError, ImportError)):
+                    raise
+                text = f"this forward fails with these inputs{_where(error)}: {type(error).__name__}: {error}"
+                raise UntraceableError(text) from error
         finally:
             BUFFERS.forget()
     same: Any = {"rank": rank, "device": device, "dtype": dtype, "lora": lora, "plan": plan, "kernel": kernel}
     return dry_run(build, inputs, layout, settings, mlp_tiles=mlp_tiles, every_block=True, **same)
+
+
+def reads_values(error: Exception) -> bool:
+    """Return True if an error of a dry run comes from values that a tensor without storage does not have."""
+    return "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error)
+
+
+def _where(error: Exception) -> str:
+    """Return the line of the model at which an error was raised, outside of torch and this package."""
+    packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not any(file.is_relative_to(x) for x in packages):
+            return f", in {file.name}, line {frame.lineno}: {frame.line}"
+    return ""
 
 
 def _on_meta(
@@ -110,7 +135,7 @@ def _on_meta(
     """Build the model, with its adapters and checkpointing."""
     with torch.device("meta"):
         model: Any = build()
-    _replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
+    replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
     if not trains:
         return model.eval()  # type: ignore[no-any-return]
     model.train()
@@ -120,12 +145,12 @@ def _on_meta(
     return model  # type: ignore[no-any-return]
 
 
-def _without_storage(x: Tensor) -> Tensor:
+def without_storage(x: Tensor) -> Tensor:
     """Return a tensor of the same form on the device of the dry run. Call it where tensors have no storage."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-def _replace_tensors(
+def replace_tensors(
     model: nn.Module, of_weight: Callable[[Tensor], Tensor], of_buffer: Callable[[Tensor], Tensor]
 ) -> None:
     """Replace the weights and buffers of a model. Tied weights stay tied."""
@@ -141,6 +166,19 @@ def _replace_tensors(
         for name, value in list(vars(inner).items()):  # tables that are no buffers
             if isinstance(value, (Tensor, list, tuple)) and any(True for _ in of_type(Tensor, value)):
                 setattr(inner, name, replace(Tensor, of_buffer, value))
+
+
+@contextmanager
+def new_garbage_only() -> Iterator[None]:
+    """Leave objects that exist already out of garbage collections, which take a second each with all of them."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import Task, described
 from lightning_cp.planning.models import of_dtype
+from lightning_cp.planning.pipeline.component_run import ComponentRuns
+from lightning_cp.planning.pipeline.components import Component
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Request
 from lightning_cp.planning.step import Layout, Part, Start, Step
@@ -21,6 +23,12 @@ class DryRuns:
     """The dry runs of requests for one model, which differ in ranks, devices and memory only."""
 
     _steps: dict[Hashable, Step] = field(default_factory=dict)
+    _components: ComponentRuns = field(default_factory=ComponentRuns)
+
+    def component(self, request: Request, layout: Layout, component: Component) -> Step | str:
+        """Return the call of a component of the pipeline, see `ComponentRuns`."""
+        ranks = layout.cfg * layout.ring * layout.ulysses
+        return self._components.run(component, ranks, request.device.profile(), request.dtype)
 
     def step(self, request: Request, layout: Layout) -> Step:
         """Return the step of a layout. Raises: ValueError: see `dry_run`."""
@@ -28,7 +36,7 @@ class DryRuns:
 
     def _traced(self, request: Request, layout: Layout) -> Step:
         profile = request.device.profile()
-        key = layout, profile.kind, profile.capability
+        key = layout, profile.kind, profile.capability, request.mlp_tiles
         if key not in self._steps:
             _LOG.info("dry run of %s", described(layout))
             self._steps[key] = dry_run(
@@ -40,13 +48,14 @@ class DryRuns:
                 dtype=request.dtype,
                 lora=request.lora,
                 plan=request.plan,
+                mlp_tiles=request.mlp_tiles,
             )
         return self._steps[key]
 
 
 def traced_for(layout: Layout, task: Task) -> Layout:
     """Return the layout to dry-run: with the fewest data ranks that give the same step, but for the gradients' sum."""
-    if layout.sharded:
+    if layout.sharded and task == "train":
         return replace(layout, data=layout.data * layout.cfg, cfg=1)
     context = layout.ring * layout.ulysses
     needs_two = task == "train" and layout.ranks > 1 and context == 1

@@ -16,6 +16,7 @@ from lightning_cp.compat.torch_names import tree_iter
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # indices of the two factors
 _VIEWS = ("detach", "_unsafe_view", "lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "alias")
+_READS = ("_local_scalar_dense",)  # of AdamW's step counters, which are in host memory
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -53,10 +54,10 @@ def _attention(name: str, args: Sequence[Any], *, is_causal: bool) -> int:
 
 
 def is_view(func: Any) -> bool:
-    """Return True if an operator moves no data: its result shares memory with an argument, or is not written."""
+    """Return True if an operator moves no data on the device: its result shares memory, or is not written."""
     schema = schema_of(func)
     name = schema.name.partition("::")[2]
-    if name in _VIEWS:
+    if name in _VIEWS or name in _READS:
         return True
     aliases = [x.alias_info for x in schema.returns if x.alias_info is not None]
     return bool(aliases) and not any(x.is_write for x in aliases)

@@ -28,11 +28,18 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
                     data, rest = divmod(ranks, context * cfg * pipe)
                     if rest or not data:
                         continue
-                    for sharded in (False, True) if ranks > 1 else (False,):
+                    for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
                         for level in ("none",) if samples else LEVELS:
                             layout = Layout(data, cfg, context // ulysses, ulysses, pipe, pipe, sharded, level)
                             if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):
                                 yield layout
+
+
+def shard_ranks(layout: Layout, task: Task) -> int:
+    """Return over how many ranks the transformer's weights are sharded: sampling shards them over its context group."""
+    if not layout.sharded:
+        return 1
+    return layout.ring * layout.ulysses if task == "sample" else layout.ranks
 
 
 def check_fixed(fixed: Mapping[str, object], task: Task) -> None:
@@ -58,10 +65,12 @@ def problem_of(layout: Layout, model: PlannedModel) -> str | None:
     return None
 
 
-def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
+def overrides_of(layout: Layout, task: Task, batch_size: int = 1, stages: str = "together") -> list[str]:
     """Return the settings of recipes/train.py or recipes/sample.py for a layout.
 
-    Args: batch_size: samples of a rank's step; the recipe's is that of all data ranks.
+    Args:
+        batch_size: samples of a rank's step; the recipe's is that of all data ranks.
+        stages: see `parallelize_pipeline`.
     """
     if layout.ranks == 1:
         settings = ["strategy=single"]
@@ -76,6 +85,7 @@ def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
             f"activation_checkpointing={layout.checkpointing}",
         ]
     settings += [f"cfg={layout.cfg}"] if layout.cfg > 1 else []
+    settings += [f"stages={stages}"] if stages != "together" else []
     return [*settings, *(["shard=[transformer]"] if layout.sharded else [])]
 
 

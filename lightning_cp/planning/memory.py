@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,7 @@ class StorageTracker:
     def __init__(self) -> None:
         self.span, self.category = Span(), "activations"
         self._live: dict[int, tuple[weakref.ref[object], int, str]] = {}
-        self._watched: set[int] = set()
+        self._watched: dict[int, tuple[int, ...]] = {}  # the first storage of a unit -> all its storages
 
     def add(self, x: Tensor, category: str | None = None) -> None:
         """Count the storage of a tensor, unless it is counted already, or on the meta device."""
@@ -68,22 +69,32 @@ class StorageTracker:
             self._live[key] = reference, size, category
         return None
 
-    def watch(self, x: Tensor) -> None:
-        """Follow later changes of the size of a tensor's storage, which no operator makes."""
-        self._watched.add(address_of(x.untyped_storage()))
+    def watch(self, unit: Sequence[Tensor]) -> None:
+        """Follow later changes of the size of tensors' storages, which no operator makes. All change together."""
+        keys = tuple(address_of(x.untyped_storage()) for x in unit)
+        self._watched[keys[0]] = keys
 
     def follow_resizes(self) -> None:
         """Count the sizes that watched storages have now, those that shrank first."""
         changes = []
-        for key in self._watched:
-            reference, size, category = self._live[key]
-            storage: Any = reference()
-            now = storage.nbytes() if storage is not None else size
-            if now != size:
-                changes.append((now - size, category))
-                self._live[key] = reference, now, category
+        for first, keys in self._watched.items():
+            if self._resized(first) is None:
+                continue
+            for key in keys:
+                now = self._resized(key)
+                if now is not None:
+                    reference, size, category = self._live[key]
+                    changes.append((now - size, category))
+                    self._live[key] = reference, now, category
         for change, category in sorted(changes):
             self.span.change(category, change)
+
+    def _resized(self, key: int) -> int | None:
+        """Return the size of a storage if it has changed."""
+        reference, size, _ = self._live[key]
+        storage: Any = reference()
+        now: int = size if storage is None else storage.nbytes()
+        return None if now == size else now
 
     def reserve(self, category: str, size: int) -> None:
         """Count memory that no tensor of the step has."""
@@ -91,5 +102,5 @@ class StorageTracker:
 
     def _free(self, key: int) -> None:
         _, size, category = self._live.pop(key)
-        self._watched.discard(key)
+        self._watched.pop(key, None)
         self.span.change(category, -size)

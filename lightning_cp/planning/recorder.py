@@ -96,11 +96,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._record_collective(func, args)
             return
         if func.namespace == "fsdp":
-            self._record_fsdp(func, given)
+            self._record_fsdp(func, given, result)
         for x in tree_iter(result):
             if isinstance(x, Tensor):
                 is_buffer = self._inside and x.element_size() == 1 and not x.dtype.is_floating_point and not given
-                self.tracker.add(x, "buffers" if is_buffer or func.namespace == "fsdp" else None)
+                self.tracker.add(x, "buffers" if is_buffer else None)
         moved = moved_bytes(func, given, result)
         if moved:
             segment.events.append(Compute(schema_of(func).name, flops_of(func, args, kwargs, result), moved))
@@ -115,13 +115,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = args[1].numel() * args[1].element_size()
             self._start(WORLD, size * others // (others + 1), of_shards=True)
 
-    def _record_fsdp(self, func: Any, given: list[Tensor]) -> None:
-        """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them."""
+    def _record_fsdp(self, func: Any, given: list[Tensor], result: Any) -> None:
+        """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them, and the buffers it sends."""
         if schema_of(func).name == "fsdp::split_with_sizes_copy":
             self._wait(self._gathers.popleft())
             for x in given[1:]:
                 self.tracker.move(x, "weights")
-                self.tracker.watch(x)
+            self.tracker.watch(given[1:])
+        else:  # all_gather_copy_in returns its buffers, chunk_cat gets one
+            for x in (*tree_iter(result), given[-1]):
+                if isinstance(x, Tensor):
+                    self.tracker.move(x, "buffers")
 
     def _start(self, link: str, sent_bytes: int, *, of_shards: bool = False) -> int:
         self._started += 1

@@ -22,10 +22,9 @@ from lightning_cp.engine.sharding.late_gather import keeping_shards
 from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
+from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight
 from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
 from lightning_cp.planning.recorder import Recorder, Segment
-from lightning_cp.planning.replicas import GradientBuckets
-from lightning_cp.planning.sharded import count_sharded_gradients, local_weight
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 
@@ -107,7 +106,7 @@ def record_step(
         kind, fake = device_type(trained[0]), is_fake(trained[0])
         optimizer = optimizer_step(trained, settings.optimizer, kind=kind, fake=fake)
     gc.collect()  # cycles with tensors would be freed in the middle of the step
-    recorder = Recorder(_links(groups))
+    recorder = Recorder(links_of(groups))
     for x in (*local.values(), *model.buffers()):
         recorder.tracker.add(x, "weights")
     copies = (Counter(weights) - Counter(local.keys())).items()
@@ -148,7 +147,7 @@ def _run(
     buckets.finish()
 
 
-def _links(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
+def links_of(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
     """Return the names of communicators; of groups with several names the first."""
     named = {"ring": groups.ring, "ulysses": groups.ulysses, "context": groups.context}
     links: dict[dist.ProcessGroup, str] = {}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from lightning_cp.finetune.adapters.lora import LoraSettings
+from lightning_cp.pipelines.settings import Placement
 from lightning_cp.planning.devices import GB, Device
-from lightning_cp.planning.layouts import Task, check_fixed
+from lightning_cp.planning.layouts import Task, check_fixed, overrides_of
 from lightning_cp.planning.models import PlannedModel
+from lightning_cp.planning.pipeline.components import Pipeline
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times
-from lightning_cp.rules import Integer, Number
+from lightning_cp.rules import MLP_TILES, Integer, Number
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,19 @@ class Request:
         device: the device of each rank.
         task: "train": the highest throughput. "sample": the shortest time of a sample.
         memory_gb: memory of a rank, in 10^9 bytes; None: the device's.
-        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers, encoders, the VAE.
+        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers, and encoders and VAE
+            without `pipeline`.
         lora: adapters to train in place of the weights.
         dtype: dtype of the weights.
         autocast: see `StepSettings`.
         batch_size: number of samples in `model.inputs`.
         plan: a plan for the model; None: the registered one.
         fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
+        pipeline: encoders and VAE of the model, for sampling; None: not planned.
+        stages: which components of a pipeline are on the device: see `parallelize_pipeline`.
+        mlp_tiles: see `engine.apply.parallelize`.
+        of_one_sample: returns this request with one sample a step; None: not known.
+        num_inference_steps: steps of a sample; None: the default of its pipeline.
     Raises: ValueError: an invalid value.
     """
 
@@ -50,6 +58,11 @@ class Request:
     batch_size: int = 1
     plan: object = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    stages: Placement = "together"
+    mlp_tiles: int | str | None = None
+    of_one_sample: Callable[[], Request] | None = field(default=None, compare=False)
+    num_inference_steps: int | None = None
 
     def __post_init__(self) -> None:
         if not Integer(1).passes(self.ranks):
@@ -63,6 +76,16 @@ class Request:
         if self.lora is not None and self.task == "sample":
             raise ValueError("lora.rank is for task=train: for sampling, leave it out")
         check_fixed(self.fixed, self.task)
+        if self.stages not in (valid := get_args(Placement)):
+            raise ValueError(f"stages={self.stages!r} must be one of {', '.join(valid)}")
+        if not MLP_TILES.passes(self.mlp_tiles):
+            raise ValueError(f"mlp_tiles={self.mlp_tiles!r} must be {MLP_TILES.describe()}")
+        if self.mlp_tiles is not None and self.task == "sample":
+            raise ValueError(f"mlp_tiles={self.mlp_tiles} is for task=train: leave it out of task=sample")
+        if self.num_inference_steps is not None and not Integer(1).passes(self.num_inference_steps):
+            raise ValueError(
+                f"num_inference_steps={self.num_inference_steps!r} must be null or an integer of at least 1"
+            )
         if self.available <= 0:
             raise ValueError(f"reserved_gb={self.reserved_gb} must be less than the memory of a rank, {self.memory} GB")
 
@@ -76,9 +99,45 @@ class Request:
         """Bytes of a rank for the step."""
         return (self.memory - self.reserved_gb) * GB
 
+    @property
+    def steps(self) -> int | None:
+        """Denoising steps of a sample; None: not known."""
+        return self.num_inference_steps or (self.pipeline.steps if self.pipeline else None)
+
+    def forwards(self, layout: Layout) -> int:
+        """Return the number of forwards of a rank's step: two with guidance whose branches are not divided."""
+        return 2 if self.task == "sample" and self.model.guided and layout.cfg == 1 else 1
+
+    def overrides(self, layout: Layout) -> list[str]:
+        """Return the settings of recipes/train.py or recipes/sample.py for a layout."""
+        tiles = [] if self.mlp_tiles is None else [f"mlp_tiles={self.mlp_tiles}"]
+        return [*overrides_of(layout, self.task, self.batch_size, self.stages), *tiles]
+
     def missing_gb(self, layout: Excluded) -> float:
         """Return the memory of a rank that a layout lacks, in GB."""
         return (layout.needs_bytes - self.available) / GB
+
+
+@dataclass(frozen=True)
+class SampleStage:
+    """A stage of a sample.
+
+    Attributes:
+        name: "encode", "denoise" or "decode".
+        peak: bytes at the peak of memory, by category, with the weights of all components that are on the device.
+        seconds: of encode or decode, or of one step of denoising.
+        problems: components that are not in `seconds`, each with the reason.
+    """
+
+    name: str
+    peak: dict[str, int]
+    seconds: float
+    problems: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the peak of memory."""
+        return sum(self.peak.values())
 
 
 @dataclass(frozen=True)
@@ -92,6 +151,7 @@ class Choice:
         sent: bytes that a rank sends, by communicator.
         measured_s: seconds of a real step; None: not measured.
         failure: why it could not be measured; "" if it could, or was not.
+        stages: of a sample with a pipeline; `peak` is that of the highest one.
     """
 
     layout: Layout
@@ -102,6 +162,12 @@ class Choice:
     sent: dict[str, int]
     measured_s: float | None = None
     failure: str = ""
+    stages: tuple[SampleStage, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        """The stage with the highest peak; "" if only the transformer is planned."""
+        return max(self.stages, key=attrgetter("peak_bytes")).name if self.stages else ""
 
     @property
     def peak_bytes(self) -> int:
@@ -117,11 +183,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A layout that is not used. Attributes: needs_bytes: memory, at least; 0: it was not excluded for its memory."""
+    """A layout that is not used.
+
+    Attributes:
+        needs_bytes: memory, at least; 0: it was not excluded for its memory.
+        stage: in which it needs most of it; "": not known, or only the transformer is planned.
+        is_least: it was excluded without a dry run, and may need more.
+    """
 
     layout: Layout
     reason: str
     needs_bytes: float = 0.0
+    stage: str = ""
+    is_least: bool = False
 
 
 def closest(excluded: Iterable[Excluded]) -> Excluded:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.engine.apply import NoPlanError
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.planning.changes import Change, what_is_missing
 from lightning_cp.planning.devices import GB
+from lightning_cp.planning.dry_run import UntraceableError
 from lightning_cp.planning.dry_runs import DryRuns
-from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, simplicity
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
-from lightning_cp.planning.step import Checkpointing, Layout
+from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
+from lightning_cp.planning.pipeline.stages import with_stages
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request
+from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import time_step
 
+OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
 
 
@@ -39,13 +45,8 @@ def plan(request: Request, runs: DryRuns | None = None, *, advise: bool = True) 
         first = search.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
     choices, equal = ranked(search.choices)
-    reason = why(choices, equal, request) if choices else _what_is_missing(search, advise=advise)
+    reason = why(choices, equal, request) if choices else search.what_is_missing(advise=advise)
     return Plan(request, choices, equal, tuple(search.excluded), reason)
-
-
-def is_of_every_layout(error: ValueError) -> bool:
-    """Return True for an error of a dry run that no layout would avoid: the model cannot be traced, or has no plan."""
-    return any(text in str(error) for text in ("cannot be traced", "no plan is registered"))
 
 
 def predicted(request: Request, layout: Layout) -> Choice:
@@ -81,8 +82,12 @@ class _Search:
         size = self.request.dtype.itemsize
         trains = self.request.task == "train"
         weights = sum(count for count, _ in elements) * size
+        self._weights, self._buffers = weights, sum(x.numel() * x.element_size() for x in model.buffers())
         # Weights; gradients and two states of AdamW of those that are trained.
         self._fixed: float = weights + 3 * trains * size * sum(count for count, trained in elements if trained)
+        pipeline = self.request.pipeline if self.request.stages == "together" else None
+        others = [x for x in pipeline.components if x.stage != "denoise"] if pipeline else []
+        self._others = sum(x.weight_bytes(self.request.dtype) for x in others)  # of encoders and VAE, not sharded
 
     def visit(self, layout: Layout) -> None:
         """Dry-run a layout, unless it is clear without it that it cannot be the best, or does not fit."""
@@ -92,9 +97,9 @@ class _Search:
         if found is not None:
             self.excluded.append(Excluded(layout, found))
             return
-        needed = self._least_bytes(layout)
+        needed = self.least_bytes(layout)
         if needed > self.request.available:
-            self._too_large(layout, needed, "at least ")
+            self._too_large(layout, needed, is_least=True)
             return
         slow = self._is_slow(layout)
         if slow is not None:
@@ -102,13 +107,13 @@ class _Search:
             return
         try:
             choice = self.run(layout)
+        except OF_EVERY_LAYOUT:
+            raise
         except ValueError as error:
-            if is_of_every_layout(error):
-                raise
             self.excluded.append(Excluded(layout, " ".join(str(error).split())))
             return
         if choice.peak_bytes > self.request.available:
-            self._too_large(layout, choice.peak_bytes)
+            self._too_large(layout, choice.peak_bytes, stage=choice.stage)
         else:
             self.choices.append(choice)
 
@@ -117,24 +122,34 @@ class _Search:
         request = self.request
         step = self.runs.step(request, layout)
         times = time_step(step, request.device)
-        forwards = 2 if request.task == "sample" and request.model.guided and layout.cfg == 1 else 1
         samples = request.batch_size * (layout.data if request.task == "train" else 1)
-        choice = Choice(layout, times, times.seconds * forwards / samples, step.peak, step.flops, step.sent_bytes())
+        seconds = times.seconds * request.forwards(layout) / samples
+        choice = Choice(layout, times, seconds, step.peak, step.flops, step.sent_bytes())
+        if request.pipeline is not None:
+            transformer_bytes = self._weights // shard_ranks(layout, request.task) + self._buffers
+            run = partial(self.runs.component, request, layout)
+            choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
         return choice
 
-    def _too_large(self, layout: Layout, needed: float, least: str = "") -> None:
+    def what_is_missing(self, *, advise: bool) -> str:
+        """Return the missing memory, and the cheapest change that would fit. Args: advise: search the change."""
+        fits = _fits if advise else None
+        return what_is_missing(self.request, self.excluded, fits, can_checkpoint=self.can_checkpoint)
+
+    def _too_large(self, layout: Layout, needed: float, *, stage: str = "", is_least: bool = False) -> None:
         request = self.request
         total = needed / GB + request.reserved_gb
-        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB"
-        self.excluded.append(Excluded(layout, reason, needed))
+        least, to = "at least " if is_least else "", f" to {stage}" if stage else ""
+        reason = f"needs {least}{total:.4g} GB of {request.memory:.4g} GB{to}"
+        self.excluded.append(Excluded(layout, reason, needed, stage, is_least))
 
-    def _least_bytes(self, layout: Layout) -> float:
+    def least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of the memory.
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
         """
-        fixed = self._fixed / (layout.ranks if layout.sharded else 1)
+        fixed = self._fixed / shard_ranks(layout, self.request.task) + self._others
         one = replace(layout, data=layout.data * layout.ring * layout.ulysses, ring=1, ulysses=1)
         seen = self._seen.get(one)
         if seen is None or one == layout:
@@ -163,6 +178,20 @@ class _Search:
         return None
 
 
+def _fits(change: Change) -> bool:
+    """Return True if a layout with a change fits."""
+    request, layout = change.request, change.layout
+    if problem_of(layout, request.model) is not None:
+        return False
+    search = _Search(request, DryRuns())
+    if search.least_bytes(layout) > request.available:
+        return False
+    try:
+        return search.run(layout).peak_bytes <= request.available
+    except ValueError:  # the change is not possible for this model
+        return False
+
+
 def _divides(a: Layout, b: Layout) -> bool:
     """Return True if the context degrees of `a` are smaller and divide those of `b`, and other degrees are equal."""
     divides = b.ring % a.ring == 0 and b.ulysses % a.ulysses == 0
@@ -187,27 +216,3 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
         f"{described(best.layout)}: {others}, bound by {bound} ({share:.0%} of the time), "
         f"{used:.1f} of {request.memory:g} GB"
     )
-
-
-def _what_is_missing(search: _Search, *, advise: bool) -> str:
-    """Return how much memory is missing, and the first of some changes that would fit, from the cheapest on."""
-    request = search.request
-    found = closest(search.excluded)
-    missing = request.missing_gb(found)
-    text = f"nothing fits: {described(found.layout)} needs {missing:.3g} GB more than {request.memory:.4g} GB"
-    return f"{text}; {_change_that_fits(search, found.layout)}" if advise else text
-
-
-def _change_that_fits(search: _Search, smallest: Layout) -> str:
-    request = search.request
-    level: Checkpointing = "full" if request.task == "train" and search.can_checkpoint else "none"
-    if request.task == "train" and request.lora is None:
-        smaller = _Search(replace(request, lora=LoraSettings(rank=16)), DryRuns())
-        layout = replace(smallest, checkpointing=level, sharded=request.ranks > 1)
-        if smaller.run(layout).peak_bytes <= request.available:
-            return f"lora.rank=16 would fit ({described(layout)})"
-    for factor in (2, 4, 8, 16):
-        layout = replace(smallest, ring=smallest.ring * factor, sharded=True, checkpointing=level)
-        if problem_of(layout, request.model) is None and search.run(layout).peak_bytes <= request.available:
-            return f"ranks={layout.ranks} would fit ({described(layout)})"
-    return "neither LoRA nor 16 times as many ranks would fit: use a smaller size, or devices with more memory"

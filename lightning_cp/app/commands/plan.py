@@ -29,7 +29,6 @@ def run(config: DictConfig, folder: Path) -> int:
     """Plan, print the result and write its files. Returns: the exit code."""
     from lightning_cp.app.planning.measure import StoppedError, check_measure, measured
     from lightning_cp.app.planning.report import draw, notes, table, write_json
-    from lightning_cp.planning.layouts import overrides_of
     from lightning_cp.planning.search import plan
 
     warnings.filterwarnings("ignore")  # from other packages
@@ -64,7 +63,7 @@ def run(config: DictConfig, folder: Path) -> int:
         print_error(found.reason)
         return 1
     console.print(rich_text(found.reason))
-    print(" ".join(overrides_of(found.best.layout, found.request.task, found.request.batch_size)))
+    print(" ".join(found.request.overrides(found.best.layout)))
     print(printable(f"{folder / 'plan.json'}, plan.png"))
     return 0
 

@@ -16,9 +16,10 @@ from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.nest import replace
+from lightning_cp.planning.data_parallel import shard_weights, weights_mesh
+from lightning_cp.planning.layouts import shard_ranks
 from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.request import Request
-from lightning_cp.planning.sharded import shard_weights, weights_mesh
 from lightning_cp.planning.step import Layout
 
 _TIMESTEP = 500  # of 1,000, for inputs that are integers
@@ -102,7 +103,7 @@ def _sampling_step(
         )
         installed = parallelize(model, config, request.plan)
         if layout.sharded:
-            shard_weights(model, installed, weights_mesh(device.type))
+            shard_weights(model, installed, weights_mesh(device.type, shard_ranks(layout, request.task)))
 
     def step() -> object:
         with torch.inference_mode(), torch.autocast(device.type, request.autocast, enabled=bool(request.autocast)):

@@ -14,7 +14,7 @@ from lightning_cp.app.benchmark.plots import colours
 from lightning_cp.app.terminal import rich_text
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, as_figures
-from lightning_cp.planning.layouts import described, overrides_of
+from lightning_cp.planning.layouts import described
 from lightning_cp.planning.request import Choice, Plan
 from lightning_cp.planning.step import CATEGORIES
 
@@ -39,8 +39,9 @@ def table(plan: Plan, rows: int) -> Table:
         "host",
         "links",
         "GB sent",
+        *(["peak in"] if request.pipeline else []),
     ):
-        shown.add_column(column, justify="left" if column in ("", "layout", "bound") else "right")
+        shown.add_column(column, justify="left" if column in ("", "layout", "bound", "peak in") else "right")
     was_measured = any(x.measured_s is not None or x.failure for x in plan.choices)
     if was_measured:
         shown.add_column("measured, ms", justify="right")
@@ -57,6 +58,7 @@ def table(plan: Plan, rows: int) -> Table:
             choice.times.bound,
             *shares,
             f"{sum(choice.sent.values()) / GB:.2f}",
+            *([choice.stage] if request.pipeline else []),
             *([_measured(choice)] if was_measured else []),
         )
     return shown
@@ -70,6 +72,7 @@ def notes(plan: Plan) -> list[str]:
         lines.append("= within 5 % of the fastest measured: the simplest one is chosen")
     elif plan.equal > 1:
         lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
+    lines += _stage_lines(plan)
     lines += [f"{described(x.layout)} failed: {x.failure}" for x in plan.choices if x.failure]
     reasons = Counter(_kind(x.reason) for x in plan.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
@@ -78,6 +81,23 @@ def notes(plan: Plan) -> list[str]:
             f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
             "them. To measure rates: python recipes/bench.py calibrate=true"
         )
+    return lines
+
+
+def _stage_lines(plan: Plan) -> list[str]:
+    """Return memory and time of the stages of a sample, with the first choice, and what is not in them."""
+    request = plan.request
+    lines = [f"not counted: {x}" for x in request.pipeline.uncounted] if request.pipeline else []
+    if plan.best is None or not plan.best.stages:
+        return lines
+    lines += dict.fromkeys(problem for x in plan.best.stages for problem in x.problems)
+    memory = ", ".join(f"{x.name} {x.peak_bytes / GB + request.reserved_gb:.1f} GB" for x in plan.best.stages)
+    lines.append(f"→ memory by stage: {memory} (stages={request.stages})")
+    if request.steps is not None:
+        encode, step, decode = (x.seconds / request.batch_size for x in plan.best.stages)
+        total = encode + request.steps * step + decode
+        times = f"encode {encode:.3g} s + {request.steps} × {step:.3g} s + decode {decode:.3g} s"
+        lines.append(f"→ time of a sample: {times} = {total:.3g} s")
     return lines
 
 
@@ -101,11 +121,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_gb": request.memory,
         "reserved_gb": request.reserved_gb,
         "tokens": request.model.tokens,
+        "stages": request.stages if request.pipeline else None,
+        "num_inference_steps": request.steps,
         "lora_rank": None if request.lora is None else request.lora.rank,
         "device": as_figures(request.device),
         "calibrated": request.device.is_calibrated,
         "reason": plan.reason,
-        "overrides": None if plan.best is None else overrides_of(plan.best.layout, request.task, request.batch_size),
+        "overrides": None if plan.best is None else request.overrides(plan.best.layout),
         "equal": plan.equal,
         "choices": [_choice(x, plan) for x in plan.choices],
         "excluded": [
@@ -118,7 +140,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
     return {
         "layout": asdict(choice.layout),
-        "overrides": overrides_of(choice.layout, plan.request.task, plan.request.batch_size),
+        "overrides": plan.request.overrides(choice.layout),
         "step_s": choice.times.seconds,
         "measured_s": choice.measured_s,
         "failure": choice.failure or None,
@@ -126,6 +148,7 @@ def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
         "bound": choice.times.bound,
         "seconds_by_bound": choice.times.by_bound,
         "peak_bytes": choice.peak,
+        "stages": [{"name": x.name, "peak_bytes": x.peak, "seconds": x.seconds} for x in choice.stages],
         "flops": choice.flops,
         "sent_bytes": choice.sent,
     }

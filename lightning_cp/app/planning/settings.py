@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.files import read_json
 from lightning_cp.launch.rank import load_target
+from lightning_cp.pipeline_folder.index import index_file
 
 if TYPE_CHECKING:
     from lightning_cp.planning.devices import Device
-    from lightning_cp.planning.models import PlannedModel
+    from lightning_cp.planning.models import MediaSize, PlannedModel
+    from lightning_cp.planning.pipeline.components import Pipeline
     from lightning_cp.planning.request import Request
 
 _PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
@@ -54,6 +57,11 @@ def request_of(config: DictConfig) -> Request:
         batch_size=config.batch_size,
         plan=plan,
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
+        pipeline=pipeline_of(config) if config.task == "sample" else None,
+        stages=config.stages,
+        mlp_tiles=config.mlp_tiles,
+        of_one_sample=partial(request_of, cast("DictConfig", OmegaConf.merge(config, {"batch_size": 1}))),
+        num_inference_steps=config.num_inference_steps,
     )
 
 
@@ -80,7 +88,7 @@ def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | 
 
 def model_of(config: DictConfig) -> PlannedModel:
     """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
-    from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model
+    from lightning_cp.planning.models import PlannedModel, diffusers_model
 
     name, path = str(config.model), Path(str(config.model))
     if name.endswith(".py"):
@@ -97,17 +105,40 @@ def model_of(config: DictConfig) -> PlannedModel:
         raise SettingsError(
             f"model={name} is no folder: nothing is downloaded; use a local folder, or the model's class"
         )
-    size = {"height": 1024, "width": 1024, **values["size"]}
-    size |= {key: config[key] for key in ("height", "width", "frames", "text") if config[key] is not None}
-    for key, value in (*size.items(), ("batch_size", config.batch_size)):
-        if not isinstance(value, int) or value < (0 if key == "text" else 1):
-            raise SettingsError(f"{key}={value} must be an integer of at least {0 if key == 'text' else 1}")
     if config.guidance not in (True, False, "auto"):
         raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
     guided = None if config.guidance == "auto" else config.guidance
     model_config = {**values["config"], **_plain(config.config)}
-    media = MediaSize(**size, batch=config.batch_size)
-    return diffusers_model(values["class"], model_config, media, name=name, guided=guided)
+    return diffusers_model(values["class"], model_config, _size(config, values["size"]), name=name, guided=guided)
+
+
+def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
+    """Return the size of a sample. Raises: ValueError: a setting is invalid."""
+    from lightning_cp.planning.models import MediaSize
+
+    size = {"height": 1024, "width": 1024, **usual}
+    size |= {key: config[key] for key in ("height", "width", "frames", "text") if config[key] is not None}
+    for key, value in (*size.items(), ("batch_size", config.batch_size)):
+        if not isinstance(value, int) or value < (0 if key == "text" else 1):
+            raise SettingsError(f"{key}={value} must be an integer of at least {0 if key == 'text' else 1}")
+    return MediaSize(**size, batch=config.batch_size)
+
+
+def pipeline_of(config: DictConfig) -> Pipeline | None:
+    """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
+    import transformers
+
+    from lightning_cp.planning.pipeline.components import make_pipeline, read_components
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # image processors are not used
+    name, path = str(config.model), Path(str(config.model))
+    if name in config.models:
+        values = _plain(config.models[name])
+        entries = {key: (x["class"], x["config"]) for key, x in values.get("components", {}).items()}
+        return make_pipeline(values["pipeline"], entries, _size(config, values["size"])) if entries else None
+    if not path.is_dir() or index_file(path) is None:
+        return None
+    return make_pipeline(*read_components(path), _size(config, {}))
 
 
 def _read_folder(path: Path) -> dict[str, Any]:
@@ -129,17 +160,34 @@ def device_of(setting: Any) -> Device:
     figures = _plain(setting) if OmegaConf.is_dict(setting) else {"name": setting}
     name = str(figures.pop("name", "auto"))
     if name.endswith((".yaml", ".yml")):
+        given = {key: value for key, value in figures.items() if value is not None}
+        stored = {**_stored_figures(Path(name)), **given}
         try:
-            stored = _plain(OmegaConf.load(name))
-        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-            raise SettingsError(f"gpu={name} cannot be read: {error}") from error
-        if not isinstance(stored, dict):
-            raise SettingsError(
-                f"gpu={name} must hold the figures of a device, as recipes/bench.py calibrate=true does"
-            )
-        figures = {**stored, **{key: value for key, value in figures.items() if value is not None}}
-        return device_named(str(figures.pop("name", name)), {"source": "file", **figures})
+            return device_named(str(stored.pop("name", name)), {"source": "file", **stored})
+        except ValueError as error:
+            raise SettingsError(f"gpu={name} does not describe a device: {error}") from error
     return device_named(_this_device() if name == "auto" else name, figures)
+
+
+def _stored_figures(file: Path) -> dict[str, Any]:
+    """Read the figures of a device. Raises: SettingsError: the file cannot be read, or has none."""
+    from lightning_cp.planning.devices import DEVICES, NEEDED
+
+    advice = f"It must hold {', '.join(NEEDED)}, as the device.yaml that python recipes/bench.py calibrate=true writes"
+    try:
+        stored = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"gpu={file} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SettingsError(f"gpu={file} cannot be read: it is not YAML. {advice}") from error
+    if not isinstance(stored, dict):
+        kind = "it is empty" if stored is None else f"it holds a {type(stored).__name__}, not names with values"
+        raise SettingsError(f"gpu={file} does not describe a device: {kind}. {advice}")
+    missing = [key for key in NEEDED if stored.get(key) is None]
+    if missing and stored.get("name") not in DEVICES:
+        keys = ", ".join(str(key) for key in list(stored)[:5])
+        raise SettingsError(f"gpu={file} does not describe a device: no {', '.join(missing)} (it has {keys}). {advice}")
+    return {str(key): value for key, value in stored.items()}
 
 
 def _this_device() -> str:

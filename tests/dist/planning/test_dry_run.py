@@ -18,9 +18,9 @@ from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
+from lightning_cp.planning.data_parallel import shard_weights, weights_mesh
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.recording import StepSettings, record_step
-from lightning_cp.planning.sharded import shard_weights, weights_mesh
 from lightning_cp.planning.step import Layout, Start, Step
 from tests.harness import RankPool
 from tests.harness.cases import full_unless

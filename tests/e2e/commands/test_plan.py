@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness import warm
+from tests.pipelines.wan import TINY
 
 _ROOT = Path(__file__).parents[3]
 _SMALL = ("model=wan_tiny", "gpu=cpu", "memory_gb=4", "hydra.run.dir=run")
@@ -89,6 +91,19 @@ def test_folders_files_and_own_devices_are_planned_for(tmp_path: Path) -> None:
     done = _plan(tmp_path, "model=mine.py", "plan=mine.py", "ranks=2", "gpu=h100", "hydra.run.dir=run")
     assert done.returncode == 2
     assert "reads values of a tensor" in done.stderr
+
+
+@pytest.mark.full
+def test_a_pipeline_is_planned_with_its_encoders_and_vae(tmp_path: Path) -> None:
+    pipe = TINY["wan"].make()
+    pipe.save_pretrained(tmp_path / "pipe")
+    sizes = ("height=64", "width=64", "frames=5", "text=9", "ranks=2", "gpu=cpu", "task=sample", "hydra.run.dir=run")
+    done = _plan(tmp_path, "model=pipe", "stages=offload", "num_inference_steps=7", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"memory by stage: encode .* GB, denoise .* GB, decode .* GB \(stages=offload\)", done.stdout)
+    assert re.search(r"time of a sample: encode .* s \+ 7 × .* s \+ decode .* s = .* s", done.stdout)
+    assert "stages=offload" in _read(tmp_path)["overrides"]
+    assert [x["name"] for x in _read(tmp_path)["choices"][0]["stages"]] == ["encode", "denoise", "decode"]
 
 
 @pytest.mark.full

@@ -15,13 +15,40 @@ from lightning_cp.app.planning.settings import device_of
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.planning import search
 
+_FIGURES = b"tflops: 1\nmemory_gb: 2\nmemory_gbs: 3\nlink_gbs: 4\nnetwork_gbs: 5\n"
 
-@pytest.mark.parametrize("content", [b"\x00\x01garbage", b"a: [", b"\xff\xfe\xfa", b"[1, 2]"])
-def test_a_file_that_is_no_device_is_named(content: bytes, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x00\x01garbage", "cannot be read: it is not YAML. It must hold tflops, memory_gb"),
+        (b"a: [", "cannot be read: it is not YAML"),
+        (b"\xff\xfe\xfa", "cannot be read: it is not YAML"),
+        (b"[1, 2]", "does not describe a device: it holds a list, not names with values"),
+        (b"", "does not describe a device: it is empty"),
+        (
+            b"model: a\ndata: ${x}\n3: b\n",
+            "no tflops, memory_gb, memory_gbs, link_gbs, network_gbs (it has model, data, 3)",
+        ),
+        (_FIGURES + b"tflop: 3\n", "does not describe a device: gpu.tflop is no figure of a device"),
+        (_FIGURES.replace(b"tflops: 1", b"tflops: ${x}"), "gpu.tflops='${x}' must be a number more than 0"),
+        (_FIGURES + b"capability: 9\n", "gpu.capability=9 must be two integers"),
+    ],
+)
+def test_a_file_that_is_no_device_is_named(content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "device.yaml"
     file.write_bytes(content)
-    with pytest.raises(SettingsError, match=f"gpu={file} (cannot be read|must hold the figures)"):
+    with pytest.raises(SettingsError) as error:
         device_of(str(file))
+    assert str(error.value).startswith(f"gpu={file} ")
+    assert message in str(error.value)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    for name, reason in (("none", "No such file or directory"), ("folder", "Is a directory")):
+        with pytest.raises(SettingsError, match=f"gpu={tmp_path / name}.yaml cannot be read: {reason}"):
+            device_of(str(tmp_path / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize("written", ["write_json", "draw"])

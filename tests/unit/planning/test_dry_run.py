@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
+from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import LoraSettings
-from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
@@ -107,6 +108,23 @@ def test_the_device_is_that_of_the_profile() -> None:
     assert kernels(CPU) == {f"aten::_scaled_dot_product_flash_attention_for_cpu{x}" for x in ("", "_backward")}
 
 
+@pytest.mark.full
+def test_the_host_reads_step_counters_without_kernels() -> None:
+    step = dry_run(_TINY, _TINY_INPUTS, Layout(), device=_GPU)
+    (part,) = (part for part in step.parts if part.name == "optimizer")
+    assert len(part.events) < 20  # for all weights at once
+
+
+@pytest.mark.full
+def test_gathered_weights_are_no_activations() -> None:
+    """The buffer that FSDP2 gathers a block into."""
+    step = dry_run(_TINY, _TINY_INPUTS, Layout(ring=2, ulysses=2, sharded=True), StepSettings("sample"), device=_GPU)
+    block = _TINY().transformer_blocks[0]
+    weights = 2 * sum(x.numel() for x in block.parameters())
+    assert weights < step.peak["buffers"] < 3 * weights
+    assert step.peak["activations"] < 2 * weights
+
+
 def test_the_output_is_not_gathered_for_the_loss_unless_asked() -> None:
     steps = [dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), StepSettings(on_shards=x)) for x in (True, False)]
     on_shards, gathered = (sum(step.sent_bytes().values()) for step in steps)
@@ -125,7 +143,9 @@ class _Reads(Plain):
 def test_errors_name_the_cause() -> None:
     with pytest.raises(ValueError, match="reads values of a tensor"):
         dry_run(_Reads, {"x": _meta(2, 8, 16)}, Layout(ring=2), plan=PLAIN_PLAN)
-    with pytest.raises(ValueError, match="no plan is registered"):
+    with pytest.raises(UntraceableError, match=r"fails with these inputs: TypeError: .* 'y'"):
+        dry_run(_Reads, {"y": _meta(2, 8, 16)}, Layout(ring=2), plan=PLAIN_PLAN)
+    with pytest.raises(NoPlanError, match="no plan is registered"):
         dry_run(_Reads, {"x": _meta(2, 8, 16)}, Layout(ring=2))
     with pytest.raises(ValueError, match="ulysses_degree=8 must be at most the number of query heads, 4"):
         dry_run(_TINY, _TINY_INPUTS, Layout(ulysses=8))

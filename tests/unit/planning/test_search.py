@@ -110,7 +110,7 @@ def test_if_nothing_fits_the_missing_memory_and_a_change_are_named() -> None:
     assert found.reason.startswith("nothing fits: one rank needs ")
     assert "lora.rank=16 would fit (one rank, full checkpointing)" in found.reason
     none = plan(replace(request, memory_gb=weights / 1e12))
-    assert "use a smaller size, or devices with more memory" in none.reason
+    assert "none of these would fit: mlp_tiles=auto, lora.rank=16, ranks=2, ranks=4, ranks=8" in none.reason
 
 
 @pytest.mark.full

@@ -1,12 +1,21 @@
-"""Gradients of replicated weights: their buckets, and the all-reduces that begin during backward, as in DDP."""
+"""Data parallelism in a dry run: FSDP2 itself runs on sharded weights; DDP's buckets of replicated ones are a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
+from lightning_cp.compat.fsdp_names import allow_returned_views
+from lightning_cp.engine.apply import Installed
 from lightning_cp.planning.recorder import Recorder
+from lightning_cp.strategies.fsdp_units import find_fsdp_units
 
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel
 
@@ -57,3 +66,35 @@ class GradientBuckets:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def weights_mesh(device_type: str = "cpu", size: int = -1) -> DeviceMesh:
+    """Return a mesh of so many neighbouring ranks (-1: all). Call it where tensors have storage."""
+    ranks = torch.arange(dist.get_world_size())
+    if size in (-1, len(ranks)):
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
+    return DeviceMesh(device_type, ranks.view(-1, size), mesh_dim_names=("copy", "shard"))["shard"]
+
+
+def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh) -> None:
+    """Shard the weights of each block, and the rest of the model, as the FSDP strategy does."""
+    for unit in find_fsdp_units(model, [installed], [], by_child=False):
+        fully_shard(unit, mesh=mesh)
+        sharded = cast("FSDPModule", unit)
+        allow_returned_views(sharded)
+        sharded.unshard()  # FSDP2 pads the shards at first use, and not in each step
+        sharded.reshard()
+
+
+def local_weight(x: nn.Parameter) -> nn.Parameter:
+    """Return this rank's shard of a weight, or the weight if it is not sharded."""
+    if not isinstance(x, DTensor):
+        return x
+    return nn.Parameter(x.to_local().detach(), x.requires_grad)
+
+
+def count_sharded_gradients(recorder: Recorder, parameters: Sequence[Tensor]) -> None:
+    """Count the gradients of sharded weights that are complete as gradients."""
+    for x in parameters:
+        if isinstance(x.grad, DTensor):
+            recorder.tracker.move(x.grad.to_local(), "gradients")
