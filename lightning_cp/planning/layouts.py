@@ -16,7 +16,8 @@ LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "full")  # from the mo
 def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -> Iterator[Layout]:
     """Yield all layouts of so many ranks, the smallest context degrees first.
 
-    Training: data × ring × ulysses. Sampling: also cfg, pipe, and as many patches as stages.
+    Training: data × ring × ulysses. Sampling: also cfg, pipe, and as many patches as stages. Weights are
+    sharded over all ranks in training, and over a context group in sampling.
 
     Args: fixed: attributes of the layouts that are set.
     """
@@ -28,7 +29,7 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
                     data, rest = divmod(ranks, context * cfg * pipe)
                     if rest or not data:
                         continue
-                    for sharded in (False, True) if ranks > 1 else (False,):
+                    for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
                         for level in ("none",) if samples else LEVELS:
                             layout = Layout(data, cfg, context // ulysses, ulysses, pipe, pipe, sharded, level)
                             if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):

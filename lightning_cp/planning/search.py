@@ -134,7 +134,8 @@ class _Search:
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
         """
-        fixed = self._fixed / (layout.ranks if layout.sharded else 1)
+        ranks = layout.ranks if self.request.task == "train" else layout.ring * layout.ulysses
+        fixed = self._fixed / (ranks if layout.sharded else 1)
         one = replace(layout, data=layout.data * layout.ring * layout.ulysses, ring=1, ulysses=1)
         seen = self._seen.get(one)
         if seen is None or one == layout:

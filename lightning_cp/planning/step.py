@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Checkpointing = Literal["none", "full", "selective"]
@@ -53,12 +53,17 @@ class Compute:
 class Start:
     """The start of a transfer.
 
-    Attributes: number: counted from 1 in each part. link: name of the communicator. sent_bytes: what this rank sends.
+    Attributes:
+        number: counted from 1 in each part.
+        link: name of the communicator.
+        sent_bytes: what this rank sends.
+        is_ahead: it begins without waiting for what was computed before: FSDP2's all-gather of the next weights.
     """
 
     number: int
     link: str
     sent_bytes: int
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,22 @@ class Part:
     repeats: int = 1
 
 
+Weights = tuple[tuple[int, int, bool], ...]  # rows, bytes of a row, and whether it is trained, of each weight
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Weights that FSDP2 shards by rows. Attributes: weights: all. units: those that are gathered together."""
+
+    weights: Weights
+    units: tuple[Weights, ...]
+
+
+def shard_bytes(weights: Weights, ranks: int, *, trained: bool = False) -> int:
+    """Return the bytes of a shard, with its padding. Args: trained: count the trained weights only."""
+    return sum(-(-rows // ranks) * size for rows, size, trains in weights if trains or not trained)
+
+
 @dataclass(frozen=True)
 class Step:
     """A dry run of one step of one rank.
@@ -94,6 +115,8 @@ class Step:
         peak: bytes at the peak of memory, by category.
         calls: calls into PyTorch by the host (operators and exchanges).
         at: name of the part with the peak of memory.
+        peaks: bytes at the peak of each part, by category.
+        shards: the sharded weights of a training step; None: replicated.
     """
 
     layout: Layout
@@ -101,6 +124,8 @@ class Step:
     peak: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     at: str = ""
+    peaks: tuple[dict[str, int], ...] = ()
+    shards: Shards | None = None
 
     def events(self) -> Iterator[Event]:
         """Yield all events; transfers of a repeated part are numbered anew in each repetition."""
@@ -110,7 +135,7 @@ class Step:
             for _ in range(part.repeats):
                 for event in part.events:
                     if isinstance(event, Start):
-                        yield Start(event.number + offset, event.link, event.sent_bytes)
+                        yield replace(event, number=event.number + offset)
                     elif isinstance(event, Wait) and event.number is not None:
                         yield Wait(event.number + offset)
                     else:

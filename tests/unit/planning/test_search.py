@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_cp.finetune.adapters.lora import LoraSettings
 from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.dry_runs import DryRuns, on_ranks, traced_for
+from lightning_cp.planning.layouts import layouts
 from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Choice, Plan, Request
 from lightning_cp.planning.search import plan, ranked
 from lightning_cp.planning.step import Layout
-from lightning_cp.planning.timeline import Times
+from lightning_cp.planning.timeline import Times, time_step
 
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 H100 = device_named("h100")
@@ -66,6 +68,42 @@ def test_steps_are_shared_between_data_ranks() -> None:
         assert (shared.flops, shared.calls) == (full.flops, full.calls)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16)])
+@pytest.mark.parametrize(
+    "layout", [Layout(data=7), Layout(data=3, ring=2, checkpointing="full"), Layout(data=16, checkpointing="selective")]
+)
+def test_steps_with_sharded_weights_are_shared_between_data_ranks(layout: Layout, lora: LoraSettings | None) -> None:
+    model, layout = _model(attention_head_dim=96, ffn_dim=1000, num_layers=6), replace(layout, sharded=True)
+    traced, full = (
+        dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), x, device=H100.profile(), lora=lora)
+        for x in (traced_for(layout, "train"), layout)
+    )
+    assert traced.layout.ranks == 2
+    shared = on_ranks(traced, layout)
+    assert shared.sent_bytes() == full.sent_bytes() != traced.sent_bytes()
+    assert shared.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
+    assert shared.peak_bytes < 0.95 * traced.peak_bytes
+    assert time_step(shared, H100).seconds == pytest.approx(time_step(full, H100).seconds, rel=0.01)
+
+
+@pytest.mark.full
+def test_sampling_shards_weights_over_the_ranks_of_a_sample() -> None:
+    """The weights of layers, and not those around them; data ranks and CFG ranks change nothing."""
+    model = _model(num_layers=8)
+    one, two = (
+        dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), x, StepSettings("sample"), device=H100.profile())
+        for x in (Layout(ring=2, sharded=True), Layout(data=3, ring=2, sharded=True))
+    )
+    assert (one.peak, one.sent_bytes(), one.calls) == (two.peak, two.sent_bytes(), two.calls)
+    built = model.build()
+    blocks = sum(2 * x.numel() for x in built.get_submodule("blocks").parameters())
+    whole = sum(2 * x.numel() for x in built.parameters()) - blocks
+    assert one.sent_bytes()["weights"] == pytest.approx(blocks / 2, rel=0.02)
+    assert one.peak["weights"] >= whole + blocks / 2
+    assert not [x for x in layouts(4, "sample") if x.sharded and x.ring * x.ulysses == 1]
+
+
 def test_dry_runs_are_shared_between_ranks_and_devices() -> None:
     model, built = _model(), []
 
@@ -83,7 +121,21 @@ def test_dry_runs_are_shared_between_ranks_and_devices() -> None:
     assert more.best is not None
     assert more.best.peak == first.best.peak
     assert plan(replace(request, device=device_named("l40s")), runs).best is not None
-    assert len(built) == before + 3  # its attention is another kernel
+    assert len(built) == before + 2
+    assert plan(replace(request, device=device_named("cpu")), runs).best is not None
+    assert len(built) > before + 3  # its attention is another kernel
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["train", "sample"])
+def test_dry_runs_of_all_gpus_of_the_table_are_equal(task: Any) -> None:
+    model = _model(attention_head_dim=128)
+    first, *others = (
+        dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), Layout(ring=2, ulysses=2), StepSettings(task),
+                device=device.profile())
+        for device in DEVICES.values() if device.kind == "cuda"
+    )  # fmt: skip
+    assert all(x == first for x in others)
 
 
 @pytest.mark.full
