@@ -21,7 +21,7 @@ class Limit:
         degree: the first one for which neither twice nor four times of it makes the time of a sample 15 % shorter.
             Ranks of a second node may gain little, and those of more nodes much.
         gain: how many times as fast twice the degree is; None: all planned degrees pay.
-        bound: what takes most of the time at twice the degree.
+        bound: what takes most of the time at twice the degree, or at the largest one if all pay.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Limit:
 
     def __str__(self) -> str:
         if self.gain is None:
-            return f"{self.name} pays up to {self.degree:,}, the most that was planned"
+            return f"{self.name} pays up to {self.degree:,}, the most that was planned (bound: {self.bound})"
         times = f"{2 * self.degree:,} is {self.gain:.2f} times as fast"
         return f"{self.name} pays up to {self.degree:,}: {times} (bound: {self.bound})"
 
@@ -39,7 +39,7 @@ class Limit:
     def cell(self) -> str:
         """A short text, for a table."""
         if self.gain is None:
-            return f"{self.degree:,}, the most"
+            return f"{self.degree:,}, the most ({self.bound})"
         return f"{self.degree:,} ({2 * self.degree:,}: × {self.gain:.2f}, {self.bound})"
 
 
@@ -56,16 +56,17 @@ def _limit(plans: Sequence[Plan], name: str) -> Limit | None:
     for fastest in _compared(plans, name):
         degrees |= fastest.keys()
         seconds = {degree: choice.sample_s for degree, choice in fastest.items()}
+        bounds |= {degree: choice.times.bound for degree, choice in fastest.items() if degree not in bounds}
         for degree, factor in product(seconds, (2, 4)):
             more, key = degree * factor, (degree, degree * factor)
             if more in seconds and seconds[degree] / seconds[more] > gains.get(key, 0.0):
                 gains[key] = seconds[degree] / seconds[more]
-                bounds[more] = fastest[more].times.bound if factor == 2 else bounds.get(more, "")
+                bounds[more] = fastest[more].times.bound
     for degree in sorted(degrees):
         gain = gains.get((degree, 2 * degree))
         if gain is not None and max(gain, gains.get((degree, 4 * degree), 0.0)) < CLASS:
             return Limit(name, degree, gain, bounds[2 * degree])
-    return Limit(name, max(degrees)) if gains else None
+    return Limit(name, max(degrees), bound=bounds[max(degrees)]) if gains else None
 
 
 def _compared(plans: Sequence[Plan], name: str) -> Iterator[dict[int, Choice]]:
