@@ -22,6 +22,7 @@ from lightning_cp.planning.search import CLASS, plan
 from lightning_cp.planning.step import Layout
 
 _HEAD = ("device", "ranks", "layout", "GB", "s / sample", "speed-up", "bound")
+_BOUNDS = ("compute", "host", "ulysses", "ring", "world", "weights", "context")  # the same colours in all plots
 _UNITS = {"train": "s / sample", "sample": "s / sample and step"}
 
 
@@ -178,8 +179,8 @@ def draw(found: Sequence[Scaling], path: Path) -> None:
     figure = Figure(figsize=(4 + 3 * len(found), 3.4), layout="constrained")
     left, *others = figure.subplots(1, 1 + len(found))
     palette = colours([x.device.name for x in found])
-    names = dict.fromkeys(name for x in found for _, choice in x.fitting for name in choice.times.by_bound)
-    shades = colours(tuple(dict.fromkeys(("compute", "host", *names))))
+    names = {name for x in found for _, choice in x.fitting for name in choice.times.by_bound}
+    shades = {name: shade for name, shade in colours(_BOUNDS).items() if name in names}
     for axis, device in zip(others, found, strict=True):
         chosen = device.fitting
         ranks, times = [x.layout.ranks for _, x in chosen], [x.sample_s for _, x in chosen]
@@ -194,6 +195,7 @@ def draw(found: Sequence[Scaling], path: Path) -> None:
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         axis.set_title(f"{device.device.name}: share of the time, %", fontsize=9)
         axis.tick_params(labelsize=7)
+        axis.tick_params(axis="x", labelrotation=90 if len(ranks) > 8 else 0)
         axis.set_xlabel("ranks", fontsize=8)
     figure.legend(*others[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     left.set_xscale("log", base=2)
