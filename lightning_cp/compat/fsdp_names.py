@@ -8,6 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -40,6 +41,11 @@ def renew_fsdp_dtypes(unit: FSDPModule) -> None:
     """
     for group in _weight_groups(unit):
         group._init_mp_dtypes()
+
+
+def weights_of_unit(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded weights that the unit gathers together."""
+    return [one.sharded_param for group in _weight_groups(unit) for one in group.fsdp_params]
 
 
 def _weight_groups(unit: FSDPModule) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +26,13 @@ from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
-from lightning_cp.planning.blocks import shorten
+from lightning_cp.planning.blocks import Shortened, shorten
 from lightning_cp.planning.data_parallel import shard_weights, weights_mesh
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
 from lightning_cp.planning.step import Layout, Step
+
+ShortModels = dict[int | None, tuple[nn.Module, Shortened]]  # by the margin of `shorten`
 
 
 class UntraceableError(ValueError):
@@ -50,6 +53,7 @@ def dry_run(
     kernel: str = "auto",
     mlp_tiles: int | str | None = None,
     every_block: bool = False,
+    short_models: ShortModels | None = None,
 ) -> Step:
     """Trace one step of one rank without devices, other ranks, or memory for weights.
 
@@ -67,32 +71,35 @@ def dry_run(
         plan, kernel, mlp_tiles: see `engine.apply.parallelize`.
         every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others,
             unless the forward fails without the others, for example because it counts its blocks.
+        short_models: kept from dry runs that differ in layout, rank or device only; they make this one faster.
     Raises:
         ValueError: the degrees do not fit the model, the class has no plan, or there is a process group.
         UntraceableError: the forward reads values that a tensor does not have, or fails with these inputs.
     """
     if layout.pipe > 1 or layout.patches > 1:
         raise ValueError(f"pipe={layout.pipe}, patches={layout.patches}: PipeFusion cannot be traced, use 1 and 1")
-    is_short = False
+    short_models = {} if short_models is None else short_models
+    margin, is_short = None if every_block else 2 if layout.sharded else 1, False
     with fake_rank(layout.ranks, rank), assuming(device), new_garbage_only():
         config = ContextParallelConfig(
             ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
         )
-        groups, mesh = groups_for(config), weights_mesh()
+        groups = groups_for(config)
+        mesh = weights_mesh(groups, settings.task) if layout.sharded else None
         BUFFERS.forget()
-        model = _on_meta(build, dtype, lora, layout, trains=settings.task == "train")
+        engine: dict[str, Any] = {"kernel": kernel, "check_peers": "off", "groups": groups}
         try:
+            if margin not in short_models:
+                whole = _on_meta(build, dtype, lora, trains=settings.task == "train")
+                short_models[margin] = whole, _shortened(whole, margin, config, plan, engine)
+            model, blocks = copy.deepcopy(short_models[margin])
+            is_short = any(count > 1 for count in blocks.repeats.values())
+            checkpoint_blocks(model, layout.checkpointing)
             with fake_tensors(allow_real=True), observing(Recorder({})):
-                engine: dict[str, Any] = {"kernel": kernel, "check_peers": "off", "groups": groups}
-                paths = blocks_of(parallelize(model, config, plan, **engine))
-                remove_context_parallel(model)
-                blocks = shorten(model, paths, margin=None if every_block else 2 if layout.sharded else 1)
-                is_short = len(blocks.repeats) < len(paths)
                 replace_tensors(model, without_storage, without_storage)
-                engine["mlp_tiles"] = mlp_tiles
-                installed = parallelize(model, config, plan, **engine)
-                if layout.sharded:
-                    shard_weights(model, installed, mesh)
+                installed = parallelize(model, config, plan, mlp_tiles=mlp_tiles, **engine)
+                if mesh is not None:
+                    shard_weights(model, installed, mesh, settings.task)
                 weights = [getattr(inner, name) for inner, name in blocks.weights]
                 placed = replace(Tensor, lambda x: without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
@@ -130,9 +137,9 @@ def _where(error: Exception) -> str:
 
 
 def _on_meta(
-    build: Callable[[], nn.Module], dtype: torch.dtype, lora: LoraSettings | None, layout: Layout, *, trains: bool
+    build: Callable[[], nn.Module], dtype: torch.dtype, lora: LoraSettings | None, *, trains: bool
 ) -> nn.Module:
-    """Build the model, with its adapters and checkpointing."""
+    """Build the model, with its adapters."""
     with torch.device("meta"):
         model: Any = build()
     replace_tensors(model, lambda x: x.to(dtype) if x.is_floating_point() else x, lambda x: x)
@@ -141,8 +148,17 @@ def _on_meta(
     model.train()
     if lora is not None:
         add_lora(model, lora)
-    checkpoint_blocks(model, layout.checkpointing)
     return model  # type: ignore[no-any-return]
+
+
+def _shortened(
+    model: nn.Module, margin: int | None, config: ContextParallelConfig, plan: object, engine: Mapping[str, Any]
+) -> Shortened:
+    """Remove blocks that are equal to others from the model, on tensors without storage."""
+    with fake_tensors(allow_real=True), observing(Recorder({})):
+        paths = blocks_of(parallelize(model, config, plan, **engine))
+        remove_context_parallel(model)
+    return shorten(model, paths, margin=margin)
 
 
 def without_storage(x: Tensor) -> Tensor:
@@ -172,7 +188,7 @@ def replace_tensors(
 def new_garbage_only() -> Iterator[None]:
     """Leave objects that exist already out of garbage collections, which take a second each with all of them."""
     if gc.get_freeze_count():
-        yield
+        yield  # others have frozen objects, which would be unfrozen
         return
     gc.freeze()
     try:

@@ -16,7 +16,8 @@ LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "full")  # from the mo
 def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -> Iterator[Layout]:
     """Yield all layouts of so many ranks, the smallest context degrees first.
 
-    Training: data × ring × ulysses. Sampling: also cfg, pipe, and as many patches as stages.
+    Training: data × ring × ulysses. Sampling: also cfg, pipe, and as many patches as stages. Weights are
+    sharded over all ranks in training, and over a context group in sampling.
 
     Args: fixed: attributes of the layouts that are set.
     """

@@ -18,7 +18,7 @@ from lightning_cp.planning.flops import flops_of, moved_bytes
 from lightning_cp.planning.memory import Span, StorageTracker
 from lightning_cp.planning.step import Compute, Event, Start, Wait
 
-WORLD = "world"  # link of all ranks
+WORLD, WEIGHTS = "world", "weights"  # links of all ranks, and of those that share the weights of a sample
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segments: what was recorded; `mark` begins the next one.
         tracker: the memory.
         at_mark: called before a segment ends.
+        weights_link: link of FSDP2's transfers. On `WORLD`, its units are parts of one FSDP model, and the next one is
+            gathered ahead. On `WEIGHTS`, each is a model, and its gather waits for what was computed before.
     """
 
     def __init__(self, links: Mapping[dist.ProcessGroup, str]) -> None:
@@ -48,6 +50,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
         self.tracker = StorageTracker()
         self.at_mark: Callable[[], None] | None = None
+        self.weights_link = WORLD
         self._links, self._inside = links, 0
         self._started = self._before = 0  # transfers so far, and before this segment
         self._numbers: dict[int, int] = {}  # of transfers: in the process -> in the step
@@ -107,13 +110,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_collective(self, func: Any, args: Any) -> None:
         """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
-        name, others = schema_of(func).name, dist.get_world_size() - 1
+        name = schema_of(func).name
+        others = abs(args[0].numel() - args[1].numel()) * args[0].element_size()  # all shards but this rank's
         if name == "c10d::_allgather_base_":
-            size = args[1].numel() * args[1].element_size()
-            self._gathers.append(self._start(WORLD, size * others, of_shards=True))
+            is_ahead = self.weights_link == WORLD
+            self._gathers.append(self._start(self.weights_link, others, of_shards=True, is_ahead=is_ahead))
         elif name == "c10d::_reduce_scatter_base_":
-            size = args[1].numel() * args[1].element_size()
-            self._start(WORLD, size * others // (others + 1), of_shards=True)
+            self._start(self.weights_link, others, of_shards=True)
 
     def _record_fsdp(self, func: Any, given: list[Tensor], result: Any) -> None:
         """Follow the weights of a unit, which FSDP2 allocates and frees by resizing them, and the buffers it sends."""
@@ -127,9 +130,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(x, Tensor):
                     self.tracker.move(x, "buffers")
 
-    def _start(self, link: str, sent_bytes: int, *, of_shards: bool = False) -> int:
+    def _start(self, link: str, sent_bytes: int, *, of_shards: bool = False, is_ahead: bool = False) -> int:
         self._started += 1
-        self.segments[-1].events.append(Start(self._started - self._before, link, sent_bytes, of_shards))
+        number = self._started - self._before
+        self.segments[-1].events.append(Start(number, link, sent_bytes, of_shards, is_ahead))
         return self._started
 
     def _wait(self, started: int) -> None:

@@ -6,7 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,9 +22,9 @@ from lightning_cp.engine.sharding.late_gather import keeping_shards
 from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
-from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight
+from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight, shards_of
 from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
-from lightning_cp.planning.recorder import Recorder, Segment
+from lightning_cp.planning.recorder import WEIGHTS, WORLD, Recorder, Segment
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 
@@ -107,6 +107,7 @@ def record_step(
         optimizer = optimizer_step(trained, settings.optimizer, kind=kind, fake=fake)
     gc.collect()  # cycles with tensors would be freed in the middle of the step
     recorder = Recorder(links_of(groups))
+    recorder.weights_link = WORLD if settings.task == "train" else WEIGHTS
     for x in (*local.values(), *model.buffers()):
         recorder.tracker.add(x, "weights")
     copies = (Counter(weights) - Counter(local.keys())).items()
@@ -127,7 +128,8 @@ def record_step(
         marks.remove()
     counts = {marks.name(block): count for block, count in repeats.items()}
     recorder.mark("end")
-    return composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
+    step = composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
+    return replace(step, shards=shards_of(model, weights) if layout.sharded and trained else None)
 
 
 def _run(
@@ -195,14 +197,16 @@ class _Marks:
 def composed(layout: Layout, segments: Sequence[Segment], counts: Mapping[str, int]) -> Step:
     """Join the segments of a step. Args: counts: how often those of each block are repeated."""
     total, peak = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
-    parts, calls, at = [], 0, ""
+    parts, peaks, calls, at = [], [], 0, ""
     for segment in segments:
         repeats = counts.get(segment.name.removesuffix(" backward"), 1)
+        peaks.append(dict.fromkeys(CATEGORIES, 0))
         for _ in range(repeats):
             highest = {name: total[name] + segment.span.peak[name] for name in CATEGORIES}
             if sum(highest.values()) > sum(peak.values()):
                 peak, at = highest, segment.name
+            peaks[-1] = max(peaks[-1], highest, key=lambda x: sum(x.values()))
             total = {name: total[name] + segment.span.grown[name] for name in CATEGORIES}
         parts.append(Part(segment.name, tuple(segment.events), repeats))
         calls += segment.calls * repeats
-    return Step(layout, tuple(parts), peak, calls, at)
+    return Step(layout, tuple(parts), peak, calls, at, tuple(peaks))

@@ -12,6 +12,7 @@ import torch
 
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.pipelines.placement.sharding import layers_with_weights
 from lightning_cp.planning.changes import Change, what_is_missing
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_run import UntraceableError
@@ -82,6 +83,9 @@ class _Search:
         size = self.request.dtype.itemsize
         trains = self.request.task == "train"
         weights = sum(count for count, _ in elements) * size
+        # Weights that every rank holds: sampling shards those of layers only.
+        layers = {x for layer in layers_with_weights(model) for x in layer.parameters()}
+        self._whole = 0 if trains else weights - size * sum(x.numel() for x in layers)
         self._weights, self._buffers = weights, sum(x.numel() * x.element_size() for x in model.buffers())
         # Weights; gradients and two states of AdamW of those that are trained.
         self._fixed: float = weights + 3 * trains * size * sum(count for count, trained in elements if trained)
@@ -126,7 +130,8 @@ class _Search:
         seconds = times.seconds * request.forwards(layout) / samples
         choice = Choice(layout, times, seconds, step.peak, step.flops, step.sent_bytes())
         if request.pipeline is not None:
-            transformer_bytes = self._weights // shard_ranks(layout, request.task) + self._buffers
+            sharded = (self._weights - self._whole) // shard_ranks(layout, request.task)
+            transformer_bytes = self._whole + sharded + self._buffers
             run = partial(self.runs.component, request, layout)
             choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
@@ -149,7 +154,7 @@ class _Search:
 
         Weights, gradients and optimizer states are known. A context of n ranks divides activations by at most n.
         """
-        fixed = self._fixed / shard_ranks(layout, self.request.task) + self._others
+        fixed = self._whole + (self._fixed - self._whole) / shard_ranks(layout, self.request.task) + self._others
         one = replace(layout, data=layout.data * layout.ring * layout.ulysses, ring=1, ulysses=1)
         seen = self._seen.get(one)
         if seen is None or one == layout:
@@ -171,9 +176,11 @@ class _Search:
         if best and floor > CLASS * best:
             return f"slower than others already without checkpointing ({floor / best:.1f} times)"
         smaller = [x for x in self.choices if _divides(x.layout, layout)]
+        # Larger degrees never give more samples per second, but a sample can be faster on more nodes than on two.
+        factor = 1.0 if self.request.task == "train" else CLASS
         for x in smaller:
             is_lighter = x.layout.sharded <= layout.sharded and _level(x.layout) <= _level(layout)
-            if is_lighter and any(x.sample_s > CLASS * y.sample_s for y in smaller if _divides(y.layout, x.layout)):
+            if is_lighter and any(x.sample_s > factor * y.sample_s for y in smaller if _divides(y.layout, x.layout)):
                 return f"ring {x.layout.ring} × ulysses {x.layout.ulysses} is already slower than smaller degrees"
         return None
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from lightning_cp.planning.devices import Device
+from lightning_cp.planning.recorder import WEIGHTS
 from lightning_cp.planning.step import Compute, Layout, Start, Step, Wait
 
 COMPUTE, HOST = "compute", "host"
@@ -32,8 +33,8 @@ class Times:
 
 def span_of(link: str, layout: Layout) -> int:
     """Return the number of consecutive ranks that a communicator lies in. Ulysses is innermost."""
-    spans = {"ulysses": layout.ulysses, "ring": layout.ring * layout.ulysses, "context": layout.ring * layout.ulysses}
-    return spans.get(link, layout.ranks)
+    context = layout.ring * layout.ulysses
+    return {"ulysses": layout.ulysses, **dict.fromkeys(("ring", "context", WEIGHTS), context)}.get(link, layout.ranks)
 
 
 def seconds_of(event: Compute, device: Device) -> float:
@@ -49,7 +50,8 @@ def time_step(step: Step, device: Device) -> Times:
 
     The host needs its time for each call; an operator begins when the host has launched it and the one before has
     ended; a transfer begins when the host has started it, what was computed before has ended, and the one before on its
-    communicator has ended; a wait blocks the compute stream until the transfer has ended.
+    communicator has ended; a wait blocks the compute stream until the transfer has ended. FSDP2's all-gathers of the
+    next weights do not wait for what was computed before, but for the use of the weights before.
     """
     events = sum(len(part.events) * part.repeats for part in step.parts)
     calls = step.calls / max(events, 1)  # views and allocations are calls, but no events
@@ -79,6 +81,7 @@ class _Clock:
         self.ends: list[float] = []  # of transfers
         self.first = 0  # index of the part's first transfer
         self._links: dict[str, float] = {}  # when each is free
+        self._used: dict[str, float] = {}  # when the compute stream has last waited for it
         self._names: list[str] = []  # links of the transfers
 
     @property
@@ -97,7 +100,8 @@ class _Clock:
             self.host += self._device.exchange_us * 1e-6
             bandwidth = self._device.bandwidth(span_of(event.link, self._layout))
             bandwidth *= self._device.shards_share if event.of_shards else 1.0
-            begin = max(self.host, self.compute, self._links.get(event.link, 0.0))
+            ready = self._used.get(event.link, 0.0) if event.is_ahead else self.compute
+            begin = max(self.host, ready, self._links.get(event.link, 0.0))
             end = begin + self._device.latency_us * 1e-6 + event.sent_bytes / bandwidth
             self._links[event.link] = end
             self.ends.append(end)
@@ -109,6 +113,7 @@ class _Clock:
         else:
             index = self.first + event.number - 1
             self.wait(self.ends[index], self._names[index])
+            self._used[self._names[index]] = self.compute
         if self._device.kind == "cpu":  # an operator ends before the host continues
             self.host = max(self.host, self.compute)
 

@@ -15,9 +15,9 @@ from lightning_cp.engine.recompute import checkpoint_blocks
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import replace
 from lightning_cp.planning.data_parallel import shard_weights, weights_mesh
-from lightning_cp.planning.layouts import shard_ranks
 from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.request import Request
 from lightning_cp.planning.step import Layout
@@ -101,9 +101,10 @@ def _sampling_step(
         config = ContextParallelConfig(
             ring_degree=layout.ring, ulysses_degree=layout.ulysses, rotate_method=layout.rotate_method
         )
-        installed = parallelize(model, config, request.plan)
+        groups = groups_for(config)
+        installed = parallelize(model, config, request.plan, groups=groups)
         if layout.sharded:
-            shard_weights(model, installed, weights_mesh(device.type, shard_ranks(layout, request.task)))
+            shard_weights(model, installed, weights_mesh(groups, "sample", device.type), "sample")
 
     def step() -> object:
         with torch.inference_mode(), torch.autocast(device.type, request.autocast, enabled=bool(request.autocast)):

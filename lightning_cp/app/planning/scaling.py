@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from rich.table import Table
 
 from lightning_cp.app.benchmark.plots import colours
+from lightning_cp.app.planning.limits import DEGREES, Limit, limits_of
 from lightning_cp.app.terminal import rich_text
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, Device, as_figures
@@ -17,8 +19,10 @@ from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import described
 from lightning_cp.planning.request import Choice, Plan, Request, closest
 from lightning_cp.planning.search import CLASS, plan
+from lightning_cp.planning.step import Layout
 
 _HEAD = ("device", "ranks", "layout", "GB", "s / sample", "speed-up", "bound")
+_BOUNDS = ("compute", "host", "ulysses", "ring", "world", "weights", "context")  # the same colours in all plots
 _UNITS = {"train": "s / sample", "sample": "s / sample and step"}
 
 
@@ -35,60 +39,58 @@ class Scaling:
         return [(x, x.fastest) for x in self.plans if x.fastest is not None]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table."""
+        """Yield the cells of the table. Layouts that differ in data ranks only and have the same bound share a row."""
         first = self.fitting[0][1].sample_s if self.fitting else 0.0
-        for found in self.plans:
-            request = found.request
-            best = found.fastest
-            if best is None:
-                missing = request.missing_gb(closest(found.excluded))
-                yield self.device.name, str(request.ranks), f"none fits: {missing:.3g} GB more", "", "", "", ""
+        for kind, group in groupby(self.plans, key=_kind):
+            plans = list(group)
+            ranks = _range([f"{x.request.ranks:,}" for x in plans])
+            request = plans[-1].request
+            if kind is None:
+                missing = min(x.request.missing_gb(closest(x.excluded)) for x in plans)
+                yield self.device.name, ranks, f"none fits: {missing:.3g} GB more", "", "", "", ""
                 continue
-            share = best.times.by_bound[best.times.bound] / best.times.seconds
+            best = [x.fastest for x in plans if x.fastest is not None]
+            shares = [f"{x.times.by_bound[x.times.bound] / x.times.seconds:.0%}" for x in best]
             yield (
                 self.device.name,
-                f"{request.ranks:,}",
-                described(best.layout),
-                f"{best.peak_bytes / GB + request.reserved_gb:.1f}",
-                f"{best.sample_s:.3g}",
-                f"{first / best.sample_s:.3g}",
-                f"{best.times.bound} {share:.0%}",
+                ranks,
+                _described([x.layout for x in best], request.task),
+                _range([f"{x.peak_bytes / GB + request.reserved_gb:.1f}" for x in best]),
+                _range([f"{x.sample_s:.3g}" for x in best]),
+                _range([_times(first / x.sample_s) for x in best]),
+                f"{best[0].times.bound} {_range(shares)}",
             )
 
-    def limits(self) -> list[str]:
-        """Return one line for each degree: up to which it pays, and what bounds it from there on."""
-        return [line for name in ("cfg", "ulysses", "ring", "ranks") for line in [self._limit(name)] if line]
-
-    def _limit(self, name: str) -> str | None:
-        """Return the smallest degree that makes a step less than 15 % faster than half of it does.
-
-        A degree is compared with the other degrees at 1; for `ranks`, the best layouts are.
-        """
-        fastest: dict[int, Choice] = {}
-        for found, best in self.fitting:
-            for x in [best] if name == "ranks" else found.choices:
-                degrees = {"cfg": x.layout.cfg, "ulysses": x.layout.ulysses, "ring": x.layout.ring}
-                degree = x.layout.ranks if name == "ranks" else degrees.pop(name)
-                seconds = _seconds(x, name)
-                is_alone = name == "ranks" or all(value == 1 for value in degrees.values())
-                if is_alone and (degree not in fastest or seconds < _seconds(fastest[degree], name)):
-                    fastest[degree] = x
-        paid = None
-        for degree in sorted(fastest):
-            if degree % 2 == 0 and degree // 2 in fastest:
-                gain = _seconds(fastest[degree // 2], name) / _seconds(fastest[degree], name)
-                if gain < CLASS:
-                    return (
-                        f"{name} pays up to {degree // 2:,}: {degree:,} is {gain:.2f} times as fast "
-                        f"(bound: {fastest[degree].times.bound})"
-                    )
-                paid = degree
-        return None if paid is None else f"{name} pays up to {paid:,}, the most that was planned"
+    def limits(self) -> list[Limit]:
+        """Return up to which degrees more ranks pay, and what bounds the next one."""
+        return limits_of(self.plans)
 
 
-def _seconds(choice: Choice, name: str) -> float:
-    """Return the time in which a sample is ready (sampling), or the ranks have computed it (training)."""
-    return choice.sample_s if name == "ranks" else choice.times.seconds / (choice.layout.cfg if name == "cfg" else 1)
+def _kind(found: Plan) -> tuple[Layout, str] | None:
+    """Return what plans of one row have in common."""
+    best = found.fastest
+    return None if best is None else (replace(best.layout, data=1), best.times.bound)
+
+
+def _described(layouts: Sequence[Layout], task: str) -> str:
+    """Return layouts that differ in data ranks only as a text."""
+    first, last = layouts[0], layouts[-1]
+    same = replace(first, data=1)
+    if task == "sample" and last.data > 1:
+        return f"{described(same)} (ranks above {same.ranks} sample other prompts)"
+    if first == last:
+        return described(first)
+    rest = described(same)
+    data = f"data {first.data:,}–{last.data:,}"
+    return data + rest.removeprefix("one rank") if rest.startswith("one rank") else f"{data} × {rest}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
+
+
+def _range(cells: Sequence[str]) -> str:
+    return cells[0] if cells[0] == cells[-1] else f"{cells[0]}–{cells[-1]}"
 
 
 def scale(request: Request, devices: Sequence[Device], ranks: Sequence[int]) -> list[Scaling]:
@@ -134,10 +136,16 @@ def table(found: Sequence[Scaling]) -> Table:
 
 def markdown(found: Sequence[Scaling]) -> str:
     """Return the table and the limits as Markdown."""
-    lines = [f"### {title_of(found)}", "", f"| {' | '.join(_HEAD)} |", "|---|---:|---|---:|---:|---:|---|"]
+    limits = {device.device.name: {x.name: x.cell for x in device.limits()} for device in found}
+    names = [name for name in DEGREES if any(name in cells for cells in limits.values())]
+    lines = [f"### {title_of(found)}", "", f"| pays up to | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    lines += [
+        f"| {' | '.join([device, *(cells.get(name, '') for name in names)])} |" for device, cells in limits.items()
+    ]
+    lines = lines if names else lines[:1]
+    lines += ["", f"| {' | '.join(_HEAD)} |", "|---|---:|---|---:|---:|---:|---|"]
     lines += [f"| {' | '.join(row)} |" for device in found for row in device.rows()]
-    limits = [f"- {device.device.name}: {line}" for device in found for line in device.limits()]
-    return "\n".join([*lines, *([""] if limits else []), *limits, ""])
+    return "\n".join([*lines, ""])
 
 
 def write(found: Sequence[Scaling], folder: Path) -> None:
@@ -145,7 +153,7 @@ def write(found: Sequence[Scaling], folder: Path) -> None:
     content = [
         {
             "device": as_figures(device.device),
-            "limits": device.limits(),
+            "limits": [str(x) for x in device.limits()],
             "rows": [
                 {
                     "layout": asdict(x.layout),
@@ -171,8 +179,8 @@ def draw(found: Sequence[Scaling], path: Path) -> None:
     figure = Figure(figsize=(4 + 3 * len(found), 3.4), layout="constrained")
     left, *others = figure.subplots(1, 1 + len(found))
     palette = colours([x.device.name for x in found])
-    names = dict.fromkeys(name for x in found for _, choice in x.fitting for name in choice.times.by_bound)
-    shades = colours(tuple(dict.fromkeys(("compute", "host", *names))))
+    names = {name for x in found for _, choice in x.fitting for name in choice.times.by_bound}
+    shades = {name: shade for name, shade in colours(_BOUNDS).items() if name in names}
     for axis, device in zip(others, found, strict=True):
         chosen = device.fitting
         ranks, times = [x.layout.ranks for _, x in chosen], [x.sample_s for _, x in chosen]
@@ -187,6 +195,7 @@ def draw(found: Sequence[Scaling], path: Path) -> None:
             bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
         axis.set_title(f"{device.device.name}: share of the time, %", fontsize=9)
         axis.tick_params(labelsize=7)
+        axis.tick_params(axis="x", labelrotation=90 if len(ranks) > 8 else 0)
         axis.set_xlabel("ranks", fontsize=8)
     figure.legend(*others[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     left.set_xscale("log", base=2)

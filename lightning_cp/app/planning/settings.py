@@ -57,7 +57,7 @@ def request_of(config: DictConfig) -> Request:
         batch_size=config.batch_size,
         plan=plan,
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
-        pipeline=pipeline_of(config) if config.task == "sample" else None,
+        pipeline=pipeline_of(config) if config.task == "sample" and config.components else None,
         stages=config.stages,
         mlp_tiles=config.mlp_tiles,
         of_one_sample=partial(request_of, cast("DictConfig", OmegaConf.merge(config, {"batch_size": 1}))),

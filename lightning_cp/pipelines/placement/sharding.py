@@ -135,8 +135,8 @@ def layers_to_shard(
                 f"but with cfg={ranks.cfg} and ring x ulysses = 1 each branch has one rank: increase ring or ulysses"
             )
         others = {layer for layers in by_component.values() for layer in layers}
-        by_component[name] = [layer for layer in dict.fromkeys(_layers(module)) if layer not in others]
-        if not _layers(module):
+        by_component[name] = [layer for layer in dict.fromkeys(layers_with_weights(module)) if layer not in others]
+        if not layers_with_weights(module):
             raise PlanError(f"shard={name!r}: {type(module).__name__} has no lists of layers to shard")
     return by_component
 
@@ -235,10 +235,11 @@ def mark_unusable(
     intercept_calls(pipe, refuse)
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def layers_with_weights(module: nn.Module) -> list[nn.Module]:
+    """Return the layers in all lists of a module that have weights."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if any(True for _ in layer.parameters())]
-    return [layer for child in module.children() for layer in _layers(child)]
+    return [layer for child in module.children() for layer in layers_with_weights(child)]
 
 
 def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:

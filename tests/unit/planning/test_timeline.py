@@ -45,6 +45,18 @@ def test_communicators_send_at_the_same_time_and_each_in_order() -> None:
     assert time_step(one, DEVICE).seconds == pytest.approx(4e-3)
 
 
+def test_weights_are_gathered_ahead_while_the_block_before_is_computed() -> None:
+    def block(*, is_ahead: bool) -> Step:
+        start = Start(1, "world", SEND, of_shards=True, is_ahead=is_ahead)
+        return _step(start, Wait(1), MM, MM, MM, layout=Layout(data=2, sharded=True), repeats=3)
+
+    assert time_step(block(is_ahead=False), DEVICE).seconds == pytest.approx(15e-3)
+    ahead = time_step(block(is_ahead=True), DEVICE)
+    assert ahead.by_bound == pytest.approx({"compute": 9e-3, "world": 2e-3})  # the first gather
+    slow = time_step(block(is_ahead=True), replace(DEVICE, link_gbs=0.5))  # 4 ms, each begins after the wait before
+    assert slow.seconds == pytest.approx(15e-3)
+
+
 def test_waits_of_repeated_parts_are_for_their_own_transfers() -> None:
     step = _step(Wait(0), Start(1, "ring", SEND), MM, repeats=3)  # waits for the transfer of the repetition before
     first = Part("begin", (Start(1, "ring", SEND),))

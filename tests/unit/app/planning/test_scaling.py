@@ -11,11 +11,13 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lightning_cp.app.planning import scaling
+from lightning_cp.app.planning.limits import limits_of
 from lightning_cp.app.planning.scaling import Scaling, markdown, scale, write
 from lightning_cp.app.planning.settings import scaling_of
 from lightning_cp.app.runs.recipe import conf_dir
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.planning.devices import device_named
+from lightning_cp.planning.layouts import Task
 from lightning_cp.planning.models import PlannedModel
 from lightning_cp.planning.request import Choice, Excluded, Plan, Request
 from lightning_cp.planning.step import Layout
@@ -24,8 +26,8 @@ from lightning_cp.planning.timeline import Times
 _H100 = device_named("h100")
 
 
-def _plan(ranks: int, *choices: Choice) -> Plan:
-    request = Request(PlannedModel("m", nn.Identity, {}, tokens=1000), ranks, _H100, task="sample")
+def _plan(ranks: int, *choices: Choice, task: Task = "sample") -> Plan:
+    request = Request(PlannedModel("m", nn.Identity, {}, tokens=1000), ranks, _H100, task=task)
     excluded = () if choices else (Excluded(Layout(data=ranks), "needs 90 GB of 80 GB", 88e9),)
     return Plan(request, choices, len(choices), excluded, "")
 
@@ -52,11 +54,39 @@ def test_rows_have_the_fastest_layout_and_the_speed_up_over_the_fewest_ranks_tha
     ]
 
 
+def test_layouts_that_differ_in_data_ranks_only_share_a_row() -> None:
+    best = [Layout(ring=2), Layout(data=2, ring=2), Layout(data=4, ring=2)]
+    plans = [_plan(x.ranks, _choice(x, 8.0)) for x in best]
+    assert [row[1:] for row in Scaling(_H100, (_plan(1), *plans)).rows()] == [
+        ("1", "none fits: 10 GB more", "", "", "", ""),
+        ("2–8", "ring 2 (ranks above 2 sample other prompts)", "3.0", "8", "1", "compute 100%"),
+    ]
+    times = [(8.0, "compute"), (4.0, "compute"), (2.0, "world")]
+    trained = [_choice(x, *time) for x, time in zip(best, times, strict=True)]
+    plans = [_plan(x.layout.ranks, x, task="train") for x in trained]
+    assert [row[1:] for row in Scaling(_H100, tuple(plans)).rows()] == [
+        ("2–4", "data 1–2 × ring 2", "3.0", "8–4", "1–2", "compute 100%"),
+        ("8", "data 4 × ring 2", "3.0", "2", "4", "world 100%"),
+    ]
+
+
 def test_limits_name_the_first_degree_that_gives_less_than_15_percent() -> None:
-    assert _scaling().limits() == [
+    assert [str(x) for x in _scaling().limits()] == [
         "ulysses pays up to 4: 8 is 1.05 times as fast (bound: host)",
         "ring pays up to 2: 4 is 1.12 times as fast (bound: ring)",
         "ranks pays up to 4: 8 is 1.05 times as fast (bound: host)",
+    ]
+
+
+def test_a_degree_that_pays_again_with_more_nodes_is_no_limit() -> None:
+    """Nor does it count what ranks gain that sample other prompts."""
+    seconds = {2: 8.0, 4: 7.9, 8: 4.0, 16: 3.9, 32: 3.8}
+    plans = [_plan(n, _choice(Layout(data=n), s, "world"), task="train") for n, s in seconds.items()]
+    assert [x.cell for x in limits_of(plans)] == ["8 (16: × 1.03, world)"] * 2
+    best = _choice(Layout(ring=2), 8.0), _choice(Layout(data=2, ring=2), 8.0)
+    plans = [_plan(2, best[0]), _plan(4, best[1], _choice(Layout(ring=4), 10.0, "host"))]
+    assert [str(x) for x in limits_of(plans)] == [
+        f"{name} pays up to 2: 4 is 0.80 times as fast (bound: host)" for name in ("ring", "ranks")
     ]
 
 
@@ -98,6 +128,16 @@ def test_lists_of_ranks_and_devices_make_a_table() -> None:
     one = scaling_of(_config("ranks=[2]", "gpu=h100"))
     assert one is not None
     assert one[1] == [_H100]
+
+
+def test_tables_are_settings() -> None:
+    for name, task, lora in (("train", "train", None), ("lora", "train", 16), ("sample", "sample", None)):
+        found = scaling_of(_config(f"table={name}"))
+        assert found is not None
+        request, devices, ranks = found
+        assert (request.task, request.lora and request.lora.rank) == (task, lora)
+        assert [x.memory_gb for x in devices] == [24, 48, 80]
+        assert ranks == [2**n for n in range(11)]
 
 
 @pytest.mark.parametrize(
