@@ -122,7 +122,9 @@ def run_backward(loss: Tensor) -> None:
         for (following, index), gradient in zip(edges, gradients, strict=True):
             if gradient is not None:
                 form = following._input_metadata[index]
-                gradient = gradient.sum_to_size(form.shape).to(form.dtype)  # the engine adds up what was broadcast
+                if tuple(gradient.shape) != tuple(form.shape):  # the engine adds up what was broadcast
+                    gradient = gradient.sum_to_size(form.shape)
+                gradient = gradient.to(form.dtype)
                 before = received[following][index]
                 received[following][index] = gradient if before is None else before + gradient
             waits_for[following] -= 1
