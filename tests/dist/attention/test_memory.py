@@ -161,6 +161,7 @@ def _sharded_step_peak(rank: int, world: int, degree: str) -> int:
     return _peak_beside_weights(step, blocks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("ring_degree", marks=pytest.mark.full), "ulysses_degree"])
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_training_step_on_sharded_tokens_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:

@@ -105,7 +105,7 @@ LATER = {"format": "distributed", "in_background": True}
             [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})],
             marks=pytest.mark.full,
         ),
-        ((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})]),
+        pytest.param((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})], marks=pytest.mark.full),
         pytest.param(
             (4, "cp_fsdp", {"ring": 2}),
             {**WHOLE, "in_background": True},
@@ -174,6 +174,7 @@ def _other_model(rank: int, world: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_another_models_shards_are_refused_on_every_rank(run_ranks: RankPool, tmp_path: Path) -> None:
     run_ranks(2, _save, tmp_path, "cp_fsdp", {"ring": 2}, SHARDS, init=False)
     folder = tmp_path / "step_00000002"

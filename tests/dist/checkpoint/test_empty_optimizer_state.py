@@ -86,6 +86,7 @@ def _fit(rank: int, world: int, folder: str) -> list[float]:
     return errors
 
 
+@pytest.mark.full
 def test_optimizers_without_state_go_on_as_if_never_saved(run_ranks: RankPool, tmp_path: Path) -> None:
     for cases in run_ranks(3, _resume, str(tmp_path), init=False):
         assert len(cases) == 4

@@ -84,7 +84,7 @@ _PIPELINES: dict[str, tuple[str, int, Any, Any, Any]] = {
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}, {}),
     "experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}, {}),
 }
-_DEFAULT = ("patches", "prompts")
+_DEFAULT = ("prompts",)
 
 
 @pytest.mark.parametrize(

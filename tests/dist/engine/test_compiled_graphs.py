@@ -128,6 +128,7 @@ def test_blocks_of_a_kind_share_one_graph_for_each_length(
         assert error < 1e-5  # the compiler may see the lifted casts otherwise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "name", "mode", "samples", "backend"),
     [
@@ -217,6 +218,7 @@ def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[li
     return graphs, errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=FULL)])
 def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path, whole_model: bool) -> None:
     pytest.importorskip("peft")

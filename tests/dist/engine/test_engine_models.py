@@ -292,6 +292,7 @@ def _compiled(rank: int, world: int, backend: str, theirs: bool) -> tuple[float,
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backend", "theirs"),
     full_unless(lambda *case: case == ("aot_eager", True), product(("aot_eager", "inductor"), (False, True))),

@@ -286,6 +286,7 @@ def _leaks(rank: int, world: int, calls: int) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("calls", [14, pytest.param(200, marks=pytest.mark.full)])
 def test_calls_leave_nothing_behind(run_ranks: RankPool, calls: int) -> None:
     for half, full in run_ranks(3, _leaks, calls, timeout_s=240 + 4 * calls):

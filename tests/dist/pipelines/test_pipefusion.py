@@ -76,7 +76,7 @@ _CASES = {
     "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
-_DEFAULT = ("flux_stages3", "flux_cfg")
+_DEFAULT = ("flux_stages3",)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,7 @@ def _too_many_patches(rank: int, world: int) -> tuple[str, bool]:
     return str(raised.value), _error(expected, _latents(pipe, "helios_pyramid", **short)) < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_more_patches_than_tokens_of_the_first_resolution_raise_on_all_ranks(run_ranks: RankPool, world: int) -> None:
     for said, works in run_ranks(world, _too_many_patches):
@@ -235,6 +236,7 @@ def _guided_in_some_steps(rank: int, world: int) -> tuple[float, str]:
     return error, str(refusal.value)
 
 
+@pytest.mark.full
 def test_stages_without_patches_allow_guidance_in_some_steps(run_ranks: RankPool) -> None:
     for error, refusal in run_ranks(3, _guided_in_some_steps):
         assert error < 1e-12

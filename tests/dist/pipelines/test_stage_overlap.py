@@ -106,7 +106,7 @@ _CASES = {
     "cfg_list": ("z_image", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 2}, {}, 2),
     "cfg_three_stages": ("flux_true_cfg", "", 6, {}, {"pipe": 3, "cfg": 2, "patches": 3}, {}, 2),
 }
-_DEFAULT = ("flux", "prompts", "cfg_calls")
+_DEFAULT = ("prompts", "cfg_calls")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,7 @@ def _same_operators(rank: int, world: int) -> list[float]:
     return errors
 
 
+@pytest.mark.full
 def test_a_scheduler_with_the_same_operators_on_other_views_is_tried_again(run_ranks: RankPool) -> None:
     for errors in run_ranks(3, _same_operators):
         assert max(errors) < 1e-12
@@ -192,6 +193,7 @@ def _operator_for_each_branch(rank: int, world: int) -> list[float]:
     return errors
 
 
+@pytest.mark.full
 def test_operators_between_the_branches_of_a_step_are_computed_before_they_are_read(run_ranks: RankPool) -> None:
     for errors in run_ranks(3, _operator_for_each_branch):
         assert max(errors) < 1e-12

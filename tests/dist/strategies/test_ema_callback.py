@@ -100,6 +100,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "world", "settings"),
     [

@@ -59,6 +59,7 @@ def assert_equal_adapters(finished: Finished, expected: Finished) -> None:
         torch.testing.assert_close(x, theirs[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_resume_at_another_topology_trains_as_one_process(both: Callable[..., Finished], alone: Finished) -> None:
     drawn = [row.expert for row in alone.rows]
     assert {*drawn[:3]} == {*drawn[3:]} == {1.0, 2.0}

@@ -57,6 +57,7 @@ def assert_equal_runs(finished: Finished, expected: Finished, *, steps: slice = 
     assert [row.sigma for row in rows] == pytest.approx([row.sigma for row in others], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_mixture_resumes_at_other_degrees_with_the_losses_of_one_process(
     trained: Callable[..., Finished], alone: Finished
 ) -> None:

@@ -60,6 +60,7 @@ def test_jobs_of_changing_worlds_are_each_a_fresh_start(worlds: tuple[int, ...],
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {PRIVATE}
 
 
+@pytest.mark.full
 def test_a_failed_job_affects_no_other_job_and_is_listed_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     faults = "raise_1,kill_0,none"
@@ -125,6 +126,7 @@ def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path)
     assert "sweep.csv" in stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("on_error", "last"), [("continue", Status.FINISHED), pytest.param("stop", Status.SKIPPED, marks=pytest.mark.full)]
 )
@@ -139,6 +141,7 @@ def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: St
     assert ran.stdout.count("sweep.csv") == 1
 
 
+@pytest.mark.full
 def test_optuna_sees_the_lowest_validation_loss_of_each_job(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep(

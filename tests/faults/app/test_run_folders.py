@@ -95,6 +95,7 @@ def test_ranks_of_a_launcher_have_one_folder_between_them(mode: str, tmp_path: P
     assert losses_of(runs) == pytest.approx([1, 2])
 
 
+@pytest.mark.full
 def test_a_folder_that_a_run_writes_into_is_refused_to_another_until_that_run_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     mine = f"hydra.run.dir={folder}"

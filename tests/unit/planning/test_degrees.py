@@ -32,6 +32,7 @@ def test_degrees_that_are_given_are_kept(request_of_two: Request) -> None:
     assert chosen.reason.startswith("ring=4 ulysses=1: 4 ranks; the only one that fits, bound by ")
 
 
+@pytest.mark.full
 def test_degrees_above_the_heads_and_batches_that_cannot_be_divided_are_not_chosen(request_of_two: Request) -> None:
     heads = replace(request_of_two, ranks=8)
     chosen = choose_degrees(lambda data: heads if data == 1 else None, 8, ONCE)

@@ -99,6 +99,7 @@ def test_flops_of_a_block_equal_a_formula() -> None:
     assert sum(count for name, count in found.items() if "attention" in name) == 4 * tokens * tokens * dim
 
 
+@pytest.mark.full
 def test_the_device_is_that_of_the_profile() -> None:
     def kernels(device: DeviceProfile) -> set[str]:
         step = dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), device=device)
@@ -125,6 +126,7 @@ def test_gathered_weights_are_no_activations() -> None:
     assert step.peak["activations"] < 2 * weights
 
 
+@pytest.mark.full
 def test_the_output_is_not_gathered_for_the_loss_unless_asked() -> None:
     steps = [dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), StepSettings(on_shards=x)) for x in (True, False)]
     on_shards, gathered = (sum(step.sent_bytes().values()) for step in steps)

@@ -72,6 +72,7 @@ def _ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_goes_on_inside_of_its_stage(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     code = (

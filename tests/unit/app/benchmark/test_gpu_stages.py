@@ -97,6 +97,7 @@ def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
     assert half[1] > 100_000, "the CPU's kernel keeps sums in float32"
 
 
+@pytest.mark.full
 def test_pytest_runs_in_the_repository(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = StageResult({})

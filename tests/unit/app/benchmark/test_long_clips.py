@@ -23,6 +23,7 @@ def _config(*overrides: str) -> DictConfig:
         return compose("bench", ["bench=long_clips", *overrides])
 
 
+@pytest.mark.full
 def test_activations_fall_with_ranks_under_checkpointing() -> None:
     given: Any = _config().activations
     size = MediaSize(**given.size)

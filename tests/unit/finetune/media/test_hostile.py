@@ -147,6 +147,7 @@ def test_a_large_folder_is_listed_in_linear_time(tmp_path: Path) -> None:
     assert times[1] < 10 * times[0]  # 16 times, if it were quadratic
 
 
+@pytest.mark.full
 def test_deep_folders_and_links_that_multiply(tmp_path: Path) -> None:
     data = deepest = tmp_path / "data"
     data.mkdir()
