@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 from torch import nn
@@ -78,7 +79,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         keeps_keys=plan.keeps_keys,
         refused_backends=plan.refused_backends,
         pads=plan.pads,
-        embeddings=tuple(_embeddings(module, plan.embeddings)),
+        embeddings=tuple(starmap(Embedding, expanded(module, plan.embeddings))),
         halos=halos,
         optional=plan.optional,
         needed=plan.needed,
@@ -134,19 +135,6 @@ def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
             f"{path} must have an odd kernel, stride 1 and zero padding that keeps the size, to be split in dim {dim}"
         )
     return Halo(path, dim, modality, reach)
-
-
-def _embeddings(module: nn.Module, modalities: Mapping[str, str]) -> Iterator[Embedding]:
-    """Yield the convolutions that embed each patch alone. Other modules, set by a user, embed all patches."""
-    for path, modality in expanded(module, modalities):
-        layer = without_adapters(submodule(module, path))
-        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and _is_by_patch(layer):
-            yield Embedding(path, modality, layer.kernel_size)
-
-
-def _is_by_patch(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
-    is_padded = layer.padding != "valid" and any(n != 0 for n in layer.padding)
-    return layer.kernel_size == layer.stride and not is_padded and all(n == 1 for n in layer.dilation)
 
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:

@@ -51,11 +51,10 @@ class Halo:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A convolution that embeds each patch of `modality` alone. patch: its size in each dim after the channels."""
+    """A module that embeds each patch of `modality` alone, unless a user has replaced it."""
 
     path: str
     modality: str
-    patch: tuple[int, ...]
 
 
 @dataclass(frozen=True)

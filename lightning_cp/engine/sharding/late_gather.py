@@ -118,7 +118,7 @@ class LateGather(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__" or getattr(func, "__self__", None) is Tensor.requires_grad:
             name = func.__self__.__name__
-        if name in _METADATA:
+        if name in _METADATA or _is_backward(func, args):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if _changes(name, args, kwargs):
             raise NotImplementedError(
@@ -137,7 +137,9 @@ class LateGather(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Add gradients: autograd calls this for a tensor that is used twice."""
+        """Add gradients, for a tensor that is used twice, and find NaN in them, for autograd's anomaly detection."""
+        if func is torch.ops.aten.isnan.default:
+            return torch.isnan(args[0].tokens.values)
         if func is torch.ops.aten.add.Tensor and all(isinstance(x, LateGather) for x in args):
             return _gradient(args[0].form, args[0].tokens, args[0].tokens.values + args[1].tokens.values)
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
@@ -221,10 +223,15 @@ def whole(x: Tensor) -> Tensor:
 
 
 def note_gather(name: str) -> None:
-    """Log, once, what made a gather necessary. Args: name: of a function."""
-    if name not in _NOTED:
-        _NOTED.add(name)
-        _LOG.info("a tensor is gathered early, because of %s", name)
+    """Log, once, why a tensor is gathered early. Args: name: name of the function that needs all values."""
+    note_once(f"a tensor is gathered early, because of {name}")
+
+
+def note_once(message: str) -> None:
+    """Log a message, once in this process."""
+    if message not in _NOTED:
+        _NOTED.add(message)
+        _LOG.info(message)
 
 
 _NOTED: set[str] = set()
@@ -235,6 +242,11 @@ def _changes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
     is_first = bool(args) and isinstance(args[0], LateGather)
     return (in_place and is_first) or any(True for _ in of_type(LateGather, kwargs.get("out")))
+
+
+def _is_backward(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True for the call by which a reentrant checkpoint passes on gradients of tokens."""
+    return func is torch.autograd.backward and all(isinstance(x, LateGather) for x in of_type(Tensor, args))
 
 
 def _deferred(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -89,9 +89,13 @@ def _compared(
     fabric = fabric_of(rank, world, strategy, precision="32-true" if kind == "cp_fsdp" else "64-true")
     wrapped, _ = fabric.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     embedded: list[int] = []
-    convolution = getattr(model.patch_embedding, "base_layer", model.patch_embedding)
-    convolution.register_forward_hook(lambda _module, args, _output: embedded.append(args[0][0, 0].numel() // 4))
-    fabric.backward(_loss(wrapped, sample))
+
+    def recorded(x: Tensor, patch: tuple[int, ...], grid: tuple[int, ...], own: range) -> Tensor:
+        embedded.append(len(own))
+        return own_patches(x, patch, grid, own)
+
+    with mock.patch("lightning_cp.engine.sharding.embeddings.own_patches", recorded):
+        fabric.backward(_loss(wrapped, sample))
     found = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
     errors = {name: _error(whole(found[name]), gradient) for name, gradient in expected.items()}
     assert {name for name, gradient in found.items() if gradient is not None} == expected.keys()
@@ -188,6 +192,23 @@ def _with_hooks(rank: int, world: int) -> dict[str, float]:
 def test_what_uses_an_embedding_before_the_blocks_gets_all_of_it(world: int, run_ranks: RankPool) -> None:
     for errors in run_ranks(world, _with_hooks):
         assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def _random_state(rank: int, world: int) -> list[int]:
+    model: Any = wan().build()
+    add_lora(model, LoraSettings(rank=2, targets=("patch_embedding",), dropout=0.5))
+    apply_context_parallel(model.double().train(), ContextParallelConfig(ring_degree=world))
+    torch.manual_seed(3)
+    with nothing_narrowed():
+        model(**_sample(1), return_dict=False)
+    state: list[int] = torch.get_rng_state().tolist()
+    return state
+
+
+@pytest.mark.full
+def test_dropout_of_an_adapter_keeps_random_states_equal(run_ranks: RankPool) -> None:
+    first, second = run_ranks(2, _random_state)  # 22 and 23 patches
+    assert first == second
 
 
 def _sampled(rank: int, world: int) -> tuple[bool, bool]:
