@@ -111,11 +111,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_collective(self, func: Any, args: Any) -> None:
         """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
         name = schema_of(func).name
+        if name not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            return  # the sends of a halo exchange, for example, have lists of tensors
         others = abs(args[0].numel() - args[1].numel()) * args[0].element_size()  # all shards but this rank's
         if name == "c10d::_allgather_base_":
             is_ahead = self.weights_link == WORLD
             self._gathers.append(self._start(self.weights_link, others, of_shards=True, is_ahead=is_ahead))
-        elif name == "c10d::_reduce_scatter_base_":
+        else:
             self._start(self.weights_link, others, of_shards=True)
 
     def _record_fsdp(self, func: Any, given: list[Tensor], result: Any) -> None:
