@@ -53,6 +53,7 @@ _MODEL = [
         "model",
         "torch.nn:Module",
         _modules="walk through a model, and notice replaced modules",
+        _backward_pre_hooks="embed all patches if a hook would see the gradients of this rank only",
         _forward_pre_hooks=_REMOVE_HOOKS,
         _forward_pre_hooks_with_kwargs=_REMOVE_HOOKS,
         _forward_hooks=_REMOVE_HOOKS,

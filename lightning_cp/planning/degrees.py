@@ -49,7 +49,8 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
         return Degrees(best.ring, best.ulysses, f"ring={best.ring} ulysses={best.ulysses}: {ranks} ranks; {reason}")
     if not plans:
         given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
-        raise ValueError(f"no degrees are possible on {ranks} ranks{given}: {'; '.join(dict.fromkeys(problems))}")
+        reasons = f": {'; '.join(dict.fromkeys(problems))}" if problems else ""
+        raise ValueError(f"no degrees are possible on {ranks} ranks{given}{reasons}")
     raise ValueError(_nothing_fits(min(plans, key=lambda x: closest(x.excluded).needs_bytes)))
 
 

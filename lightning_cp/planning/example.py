@@ -32,6 +32,8 @@ def plan_example(example: Example) -> Degrees:
         fixed["data"] = example.data
     device = device_of(example.gpu, example.node_ranks)
     inputs = _by_name(example.transformer, example.arguments)
+    if not _samples(inputs):
+        raise ValueError("example_input_array must hold at least one sample, got a batch of 0")
     dtype = example.dtype or _dtype_of(example.transformer)
     model = planned(example.transformer, inputs)
     cast, rule, samples = example.autocast, example.plan, _samples(inputs)

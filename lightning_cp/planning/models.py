@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,7 +112,13 @@ INPUTS = {
 
 
 def diffusers_model(
-    kind: str, config: Mapping[str, Any], size: MediaSize, *, name: str | None = None, guided: bool | None = None
+    kind: str,
+    config: Mapping[str, Any],
+    size: MediaSize,
+    *,
+    name: str | None = None,
+    guided: bool | None = None,
+    compression: tuple[int, int] | None = None,
 ) -> PlannedModel:
     """Return a transformer of diffusers with its inputs.
 
@@ -120,6 +127,8 @@ def diffusers_model(
         config: its configuration; missing entries have the defaults of the class.
         name: for tables; None: `kind`.
         guided: see `PlannedModel`; None: True unless the model embeds the guidance scale.
+        compression: pixels of a latent, and frames of a latent (0: the model makes pictures), of the pipeline's VAE;
+            None: those that are usual for the class.
     Raises: ValueError: diffusers has no such class, its inputs are not known, or the size does not fit.
     """
     import diffusers
@@ -132,6 +141,8 @@ def diffusers_model(
             "model() makes the model, inputs() returns the arguments of its forward"
         )
     spec, built = INPUTS[kind], getattr(diffusers, kind)
+    if compression is not None:
+        spec = dataclasses.replace(spec, space=compression[0], time=compression[1] or spec.time)
     with torch.device("meta"):
         values = dict(built.from_config({**config, "num_layers": 1}).config)
     values |= {"num_layers": config["num_layers"]} if "num_layers" in config else {}

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record FSDP2's all-gathers and reduce-scatters. Those of this package are reported by `started`."""
         name = schema_of(func).name
         if name not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
-            return
+            return  # the sends of a halo exchange, for example, have lists of tensors
         others = abs(args[0].numel() - args[1].numel()) * args[0].element_size()  # all shards but this rank's
         if name == "c10d::_allgather_base_":
             is_ahead = self.weights_link == WORLD

@@ -34,6 +34,8 @@ def request_of(config: DictConfig) -> Request:
 
     if OmegaConf.is_missing(config, "model"):
         raise SettingsError("model=<name> must be set, see --help")
+    if config.task == "train" and config.stages != "together":
+        raise SettingsError(f"stages={config.stages} is for task=sample: leave it out of task=train")
     if not isinstance(config.rows, int) or config.rows < 1:
         raise SettingsError(f"rows={config.rows} must be an integer of at least 1")
     device = device_of(config.gpu)
@@ -78,6 +80,8 @@ def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | 
     for name, values in (("ranks", ranks), ("gpu.name", gpus)):
         if not values:
             raise SettingsError(f"{name}=[] must have at least one entry")
+    if config.measure:
+        raise SettingsError(f"measure={config.measure} is for one plan: give one number of ranks and one device")
     first = {"ranks": ranks[0], "gpu": OmegaConf.merge(gpu, {"name": gpus[0]})}
     request = request_of(cast("DictConfig", OmegaConf.merge(config, first)))
     devices = [device_of(OmegaConf.merge(gpu, {"name": name})) for name in gpus]
@@ -89,6 +93,7 @@ def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | 
 def model_of(config: DictConfig) -> PlannedModel:
     """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
     from lightning_cp.planning.models import PlannedModel, diffusers_model
+    from lightning_cp.planning.pipeline.components import compression_of
 
     name, path = str(config.model), Path(str(config.model))
     if name.endswith(".py"):
@@ -109,7 +114,15 @@ def model_of(config: DictConfig) -> PlannedModel:
         raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
     guided = None if config.guidance == "auto" else config.guidance
     model_config = {**values["config"], **_plain(config.config)}
-    return diffusers_model(values["class"], model_config, _size(config, values["size"]), name=name, guided=guided)
+    found = _components(config)
+    return diffusers_model(
+        values["class"],
+        model_config,
+        _size(config, values["size"]),
+        name=name,
+        guided=guided,
+        compression=compression_of(found[1]) if found else None,
+    )
 
 
 def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
@@ -126,19 +139,26 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
 
 def pipeline_of(config: DictConfig) -> Pipeline | None:
     """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
+    from lightning_cp.planning.pipeline.components import make_pipeline
+
+    found, name = _components(config), str(config.model)
+    usual = _plain(config.models[name].size) if name in config.models else {}
+    return make_pipeline(*found, _size(config, usual)) if found else None
+
+
+def _components(config: DictConfig) -> tuple[str, dict[str, tuple[str, dict[str, Any]]]] | None:
+    """Return the class of the model's pipeline, and class and configuration of its components; None: not known."""
     import transformers
 
-    from lightning_cp.planning.pipeline.components import make_pipeline, read_components
+    from lightning_cp.planning.pipeline.components import read_components
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # image processors are not used
     name, path = str(config.model), Path(str(config.model))
     if name in config.models:
         values = _plain(config.models[name])
         entries = {key: (x["class"], x["config"]) for key, x in values.get("components", {}).items()}
-        return make_pipeline(values["pipeline"], entries, _size(config, values["size"])) if entries else None
-    if not path.is_dir() or index_file(path) is None:
-        return None
-    return make_pipeline(*read_components(path), _size(config, {}))
+        return (values["pipeline"], entries) if entries else None
+    return read_components(path) if path.is_dir() and index_file(path) is not None else None
 
 
 def _read_folder(path: Path) -> dict[str, Any]:

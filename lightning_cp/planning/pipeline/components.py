@@ -134,6 +134,20 @@ def compression(vae: Any) -> tuple[int, int]:
     return int(space), int(time) if is_clip else 0
 
 
+def compression_of(entries: Mapping[str, tuple[str, Mapping[str, Any]]]) -> tuple[int, int] | None:
+    """Return the compression of a pipeline's VAE; None: it has none, or one of an unknown class.
+
+    Args: entries: see `make_pipeline`.
+    """
+    if "vae" not in entries:
+        return None
+    try:
+        module = _build(*entries["vae"])
+    except Exception:  # of code that is not ours; `make_pipeline` reports it
+        return None
+    return compression(module) if is_vae(module) else None
+
+
 def latent_shape(vae: Any, size: MediaSize) -> tuple[int, ...]:
     """Return the shape of the latents that a VAE decodes."""
     space, time = compression(vae)

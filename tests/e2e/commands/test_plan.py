@@ -127,6 +127,8 @@ def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
         pytest.param(["fixed.patches=2"], "fixed.patches=2 is for task=sample", marks=pytest.mark.full),
         pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
         pytest.param(["measure=x"], "measure=x must be an integer", marks=pytest.mark.full),
+        pytest.param(["stages=offload"], "stages=offload is for task=sample", marks=pytest.mark.full),
+        pytest.param(["ranks=[1,2]", "measure=1"], "measure=1 is for one plan", marks=pytest.mark.full),
         pytest.param(["fixed.ring=3"], "no layout of 8 ranks has these degrees", marks=pytest.mark.full),
     ],
 )

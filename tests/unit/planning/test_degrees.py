@@ -91,3 +91,12 @@ def test_equal_questions_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> No
     ask(model.requires_grad_(False))
     assert len(planned_for) == 7
     example._answer.cache_clear()
+
+
+@pytest.mark.full
+def test_an_empty_example_and_degrees_that_do_not_divide_the_ranks_are_refused(request_of_two: Request) -> None:
+    arguments = {name: x[:0] for name, x in wan().arguments().items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(ValueError, match="at least one sample, got a batch of 0"):
+        plan_example(Example(wan().build(), arguments, None, 2, 2, None, False, GPU, None, None))
+    with pytest.raises(ValueError, match=r"with sharded=False, checkpointing=none, data=3$"):
+        choose_degrees(lambda data: request_of_two, 4, {**ONCE, "data": 3})

@@ -17,7 +17,13 @@ from lightning_cp.mesh.groups import SINGLE_RANK
 from lightning_cp.planning.devices import device_named
 from lightning_cp.planning.models import MediaSize, diffusers_model
 from lightning_cp.planning.pipeline.component_run import ComponentRuns, dry_run_component, record_call
-from lightning_cp.planning.pipeline.components import Component, Pipeline, make_pipeline, read_components
+from lightning_cp.planning.pipeline.components import (
+    Component,
+    Pipeline,
+    compression_of,
+    make_pipeline,
+    read_components,
+)
 from lightning_cp.planning.request import Request
 from lightning_cp.planning.search import plan, predicted
 from lightning_cp.planning.step import Layout
@@ -128,6 +134,22 @@ def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
     assert problem.endswith("only its weights are counted")
 
 
+@pytest.mark.parametrize("space", [8, 16])
+def test_the_transformer_gets_the_latents_that_the_vae_decodes(space: int) -> None:
+    size = MediaSize(64, 96, 9, text=7)
+    large = {"scale_factor_spatial": 16, "patch_size": 2, "in_channels": 12, "out_channels": 12}  # of Wan 2.2 TI2V
+    entries = {"vae": ("AutoencoderKLWan", {"z_dim": 4, "base_dim": 4, **(large if space == 16 else {})})}
+    assert compression_of(entries) == (space, 4)
+    model = diffusers_model("WanTransformer3DModel", WAN, size, compression=compression_of(entries))
+    (vae,) = make_pipeline(None, entries, size).components
+    assert vae.inputs is not None
+    assert model.inputs["hidden_states"].shape[2:] == vae.inputs["z"].shape[2:] == (3, 64 // space, 96 // space)
+    assert model.tokens == 3 * (64 // space // 2) * (96 // space // 2)
+    if space == 16:
+        with pytest.raises(ValueError, match="height=80 must be a multiple of 32"):
+            diffusers_model("WanTransformer3DModel", WAN, replace(size, height=80), compression=(16, 4))
+
+
 def test_classes_that_are_not_known_are_named(tmp_path: Path) -> None:
     index = {"_class_name": "WanPipeline", "vae": ["own", "MyVae"], "tokenizer": ["transformers", "T5Tokenizer"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
@@ -139,7 +161,6 @@ def test_classes_that_are_not_known_are_named(tmp_path: Path) -> None:
     assert [x.partition(":")[0] for x in found.uncounted] == ["vae (MyVae)"]
 
 
-@pytest.mark.full
 def test_the_decode_is_divided_over_the_ranks_of_a_sample() -> None:
     (vae,) = (x for x in _pipeline().components if x.name == "vae")
     larger = replace(vae, inputs={"z": torch.empty(1, *vae.inputs["z"].shape[1:3], 64, 40, device="meta")})  # type: ignore[index]
