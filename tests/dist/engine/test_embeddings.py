@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,91 @@ def _with_hooks(rank: int, world: int) -> dict[str, float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_uses_an_embedding_before_the_blocks_gets_all_of_it(world: int, run_ranks: RankPool) -> None:
     for errors in run_ranks(world, _with_hooks):
+        assert all(error < 1e-12 for error in errors.values()), errors
+
+
+class _OfStandardPatches(nn.Conv3d):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = super().forward(x)
+        return embedded / embedded.std()
+
+
+def _with_hook_before(model: Any) -> None:
+    model.patch_embedding.register_forward_hook(lambda _module, _args, output: output / output.std())
+
+
+def _with_hook_of_input(model: Any) -> None:
+    model.patch_embedding.register_forward_pre_hook(lambda _module, args: args[0] / args[0].std())
+
+
+def _with_subclass(model: Any) -> None:
+    model.patch_embedding = _OfStandardPatches(4, 48, (1, 2, 2), (1, 2, 2), dtype=torch.float64)
+    for parameter in model.patch_embedding.parameters():
+        nn.init.constant_(parameter, 0.1)
+
+
+def _with_forward(model: Any) -> None:
+    forward = model.patch_embedding.forward
+    model.patch_embedding.forward = lambda x: forward(x) / forward(x).std()
+
+
+def _with_padding(model: Any) -> None:
+    model.patch_embedding.padding = (0, 2, 2)
+    model.patch_embedding.stride = (1, 4, 3)
+
+
+def _with_two_calls(model: Any) -> None:
+    """The model embeds its first frame alone, before all frames, and scales the text by the mean."""
+    means: list[Tensor] = []
+    model.rope.register_forward_pre_hook(
+        lambda _module, args: means.append(model.patch_embedding(args[0][:, :, :1]).mean())
+    )
+    model.condition_embedder.register_forward_pre_hook(
+        lambda _module, args: (args[0], args[1] * (1 + means[-1]), *args[2:])
+    )
+
+
+def _with_reentrant_checkpoint(model: Any) -> None:
+    model.patch_embedding = checkpoint_wrapper(model.patch_embedding, CheckpointImpl.REENTRANT)
+
+
+_CHANGES: tuple[tuple[Callable[[Any], None], bool], ...] = (  # by a user; True: after the plan is installed
+    *((_with_hook_before, False), (_with_hook_of_input, False), (_with_hook_of_input, True)),
+    *((_with_subclass, False), (_with_subclass, True), (_with_forward, False), (_with_forward, True)),
+    *((_with_two_calls, False), (_with_padding, True)),
+    *((_with_reentrant_checkpoint, False), (_with_reentrant_checkpoint, True)),
+)
+
+
+def _with_changes(rank: int, world: int) -> dict[str, float]:
+    """Errors of gradients of a model that a user changes. Anomaly detection is on."""
+    errors = {}
+    warnings.filterwarnings("ignore", "Anomaly Detection")
+    with nothing_narrowed(), torch.autograd.detect_anomaly():
+        for change, is_after in _CHANGES:
+            found = []
+            for is_parallel in (False, True):
+                model, sample = wan().build().double(), _sample(1)
+                steps: list[Callable[[Any], Any]] = [change]
+                if is_parallel:
+                    steps.insert(
+                        0 if is_after else 1,
+                        lambda x: apply_context_parallel(x, ContextParallelConfig(ring_degree=world)),
+                    )
+                for step in steps:
+                    step(model)
+                torch.autograd.backward(_loss(model, sample))
+                gradients = [sample["hidden_states"].grad, *(p.grad for p in model.parameters())]
+                found.append(torch.cat([x.flatten() for x in gradients]))  # type: ignore[union-attr]
+            dist.all_reduce(found[1])
+            errors[f"{change.__name__} {is_after}"] = _error(found[1] / world, found[0])
+    return errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_user_changes_around_an_embedding_stays_exact(world: int, run_ranks: RankPool) -> None:
+    for errors in run_ranks(world, _with_changes, timeout_s=180):
         assert all(error < 1e-12 for error in errors.values()), errors
 
 
