@@ -129,7 +129,7 @@ def diffusers_model(
         guided: see `PlannedModel`; None: True unless the model embeds the guidance scale.
         compression: pixels of a latent, and frames of a latent (0: the model makes pictures), of the pipeline's VAE;
             None: those that are usual for the class.
-    Raises: ValueError: diffusers has no such class, its inputs are not known, or the size does not fit.
+    Raises: ValueError: diffusers has no such class, its inputs are not known, or configuration or size do not fit.
     """
     import diffusers
 
@@ -143,8 +143,12 @@ def diffusers_model(
     spec, built = INPUTS[kind], getattr(diffusers, kind)
     if compression is not None:
         spec = dataclasses.replace(spec, space=compression[0], time=compression[1] or spec.time)
-    with torch.device("meta"):
-        values = dict(built.from_config({**config, "num_layers": 1}).config)
+    try:
+        with torch.device("meta"):
+            built.from_config(dict(config))
+            values = dict(built.from_config({**config, "num_layers": 1}).config)
+    except Exception as error:  # from diffusers: the configuration is wrong
+        raise ValueError(f"{kind} cannot be built with this configuration: {type(error).__name__}: {error}") from error
     values |= {"num_layers": config["num_layers"]} if "num_layers" in config else {}
     sizes = _sizes(spec, size, values)
     inputs = {

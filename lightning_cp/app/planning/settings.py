@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -113,7 +115,7 @@ def model_of(config: DictConfig) -> PlannedModel:
     if config.guidance not in (True, False, "auto"):
         raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
     guided = None if config.guidance == "auto" else config.guidance
-    model_config = {**values["config"], **_plain(config.config)}
+    model_config = {**values["config"], **_changed_entries(config, values["class"])}
     found = _components(config)
     return diffusers_model(
         values["class"],
@@ -159,6 +161,20 @@ def _components(config: DictConfig) -> tuple[str, dict[str, tuple[str, dict[str,
         entries = {key: (x["class"], x["config"]) for key, x in values.get("components", {}).items()}
         return (values["pipeline"], entries) if entries else None
     return read_components(path) if path.is_dir() and index_file(path) is not None else None
+
+
+def _changed_entries(config: DictConfig, kind: str) -> dict[str, Any]:
+    """Return the entries of the model's configuration that a user sets. Raises: SettingsError: it has no such entry."""
+    import diffusers
+
+    changed: dict[str, Any] = _plain(config.config)
+    built = getattr(diffusers, kind, None)
+    known = inspect.signature(built.__init__).parameters if built is not None else changed
+    for entry in changed:
+        if entry not in known:
+            close = ", ".join(difflib.get_close_matches(entry, known) or [x for x in known if x != "self"])
+            raise SettingsError(f"config.{entry}: {kind} has no such entry, use {close}")
+    return changed
 
 
 def _read_folder(path: Path) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def block_paths(module: nn.Module, pattern: str) -> tuple[str, ...]:
     blocks = submodule(module, stack)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise PlanError(
-            f"the plan names {stack!r} as a list of blocks: it must be a ModuleList with blocks, got a "
-            f"{type(blocks).__name__}"
+            f"the plan names {stack!r} as a list of blocks: it must be a ModuleList with blocks, got "
+            f"{'an empty' if isinstance(blocks, nn.ModuleList) else 'a'} {type(blocks).__name__}"
         )
     first, _, last = bounds.rstrip("]").partition(":")
     start, stop = _bound(module, first, len(blocks), default=0), _bound(module, last, len(blocks), default=len(blocks))

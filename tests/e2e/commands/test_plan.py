@@ -125,6 +125,8 @@ def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
         pytest.param(["model=Nothing"], "diffusers has no class Nothing", marks=pytest.mark.full),
         pytest.param(["model=some/folder"], "model=some/folder is no folder", marks=pytest.mark.full),
         pytest.param(["fixed.patches=2"], "fixed.patches=2 is for task=sample", marks=pytest.mark.full),
+        pytest.param(["+config.num_layres=4"], "no such entry, use num_layers", marks=pytest.mark.full),
+        pytest.param(["+config.num_layers=many"], "cannot be built with this configuration", marks=pytest.mark.full),
         pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
         pytest.param(["measure=x"], "measure=x must be an integer", marks=pytest.mark.full),
         pytest.param(["stages=offload"], "stages=offload is for task=sample", marks=pytest.mark.full),
