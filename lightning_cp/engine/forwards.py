@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.compat.torch_names import DropoutModule
+
 Function = Callable[..., Any]
 
 
@@ -106,3 +108,8 @@ def _wrapped_slot(module: nn.Module, function: Any) -> ForwardSlot | None:
             name = "forward" if reference.original_forward is None else "original_forward"
             return ForwardSlot(reference, name)
     return None
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return True if a dropout module inside of `module` draws random numbers in its forward."""
+    return any(isinstance(x, DropoutModule) and x.training and x.p > 0 for x in module.modules())

@@ -43,9 +43,9 @@ def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Sh
     """Remove all but a few blocks of each row of equal ones from the model.
 
     Args:
-        paths: of its blocks.
-        margin: number of blocks that are kept before and after the one that counts for all others: blocks have an
-            influence on so many others, and on all in the same way. None: no block is removed.
+        paths: paths of the blocks.
+        margin: number of blocks to keep before and after the one that counts for all others. A block must not change
+            what blocks do that are further away. None: no block is removed.
     """
     margin = len(paths) if margin is None else margin
     repeats: dict[nn.Module, int] = {}

@@ -64,16 +64,14 @@ def changes(request: Request, smallest: Layout, *, can_checkpoint: bool) -> Iter
     layout = replace(smallest, sharded=sharded, checkpointing="full" if trains and can_checkpoint else "none")
     if request.fixed:
         yield Change("", request, layout)
-    singles: list[Change] = []
     if trains and can_checkpoint and request.mlp_tiles is None:
-        singles.append(Change("mlp_tiles=auto", replace(request, mlp_tiles="auto"), layout))
+        yield Change("mlp_tiles=auto", replace(request, mlp_tiles="auto"), layout)
     if not trains and request.pipeline is not None and request.stages == "together":
-        singles.append(Change("stages=offload", replace(request, stages="offload"), layout))
+        yield Change("stages=offload", replace(request, stages="offload"), layout)
     if request.batch_size > 1 and request.of_one_sample is not None:
-        singles.append(Change("batch_size=1", request.of_one_sample(), layout))
+        yield Change("batch_size=1", request.of_one_sample(), layout)
     if trains and request.lora is None:
-        singles.append(Change(f"lora.rank={_LORA_RANK}", replace(request, lora=LoraSettings(rank=_LORA_RANK)), layout))
-    yield from singles
+        yield Change(f"lora.rank={_LORA_RANK}", replace(request, lora=LoraSettings(rank=_LORA_RANK)), layout)
     for factor in _FACTORS:
         more = replace(layout, ring=layout.ring * factor, sharded=True)
         yield Change(f"ranks={more.ranks}", replace(request, ranks=more.ranks), more)

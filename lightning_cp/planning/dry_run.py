@@ -104,7 +104,7 @@ def dry_run(
                 placed = replace(Tensor, lambda x: without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
         except Exception as error:
-            if reads_values(error):
+            if _reads_values(error):
                 raise UntraceableError(
                     f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends "
                     f"on values{_where(error)} ({type(error).__name__}: {error}). If the tensor is an input, pass it "
@@ -121,7 +121,7 @@ def dry_run(
     return dry_run(build, inputs, layout, settings, mlp_tiles=mlp_tiles, every_block=True, **same)
 
 
-def reads_values(error: Exception) -> bool:
+def _reads_values(error: Exception) -> bool:
     """Return True if an error of a dry run comes from values that a tensor without storage does not have."""
     return "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error)
 

@@ -54,7 +54,7 @@ def check_fixed(fixed: Mapping[str, object], task: Task) -> None:
 
 
 def problem_of(layout: Layout, model: PlannedModel) -> str | None:
-    """Return why a model cannot use a layout; None if nothing but memory speaks against it."""
+    """Return why a model cannot use a layout, apart from memory; None if it can."""
     if layout.cfg > 1 and not model.guided:
         return "cfg=2 needs classifier-free guidance, which this model does not use"
     if layout.pipe > 1:

@@ -37,7 +37,7 @@ class StorageTracker:
 
     Attributes:
         span: what is counted now. Exchange it at a mark.
-        category: of the storages that are added.
+        category: category of storages that are added without one.
     """
 
     def __init__(self) -> None:

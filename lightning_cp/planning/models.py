@@ -20,12 +20,12 @@ class PlannedModel:
     """A model and the inputs of one forward.
 
     Attributes:
-        name: for tables.
-        build: makes it; called where tensors have no storage.
-        inputs: arguments of its forward; see `dry_run`.
-        heads: its query heads; None: not known.
+        name: name for tables.
+        build: makes the model; called where tensors have no storage.
+        inputs: arguments of the forward; see `dry_run`.
+        heads: number of query heads; None: not known.
         tokens: number of tokens of the main sequence; None: not known.
-        guided: its pipeline uses classifier-free guidance: two forwards for each step of sampling.
+        guided: the pipeline uses classifier-free guidance: two forwards for each step of sampling.
     """
 
     name: str
@@ -145,11 +145,9 @@ def diffusers_model(
         spec = dataclasses.replace(spec, space=compression[0], time=compression[1] or spec.time)
     try:
         with torch.device("meta"):
-            built.from_config(dict(config))
-            values = dict(built.from_config({**config, "num_layers": 1}).config)
+            values = dict(built.from_config(dict(config)).config)
     except Exception as error:  # from diffusers: the configuration is wrong
         raise ValueError(f"{kind} cannot be built with this configuration: {type(error).__name__}: {error}") from error
-    values |= {"num_layers": config["num_layers"]} if "num_layers" in config else {}
     sizes = _sizes(spec, size, values)
     inputs = {
         argument: _input(text, {**values, **sizes}, sizes)

@@ -53,7 +53,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def optimizer_step(weights: Sequence[Tensor], make: MakeOptimizer, *, kind: str, fake: bool) -> OptimizerStep:
     """Record a step of the optimizer of these weights, in which gradients are freed.
 
-    Args: kind: of the device. fake: the weights have no storage.
+    Args: kind: kind of the device. fake: the weights have no storage.
     """
     return _recorded(tuple(map(Form.of, weights)), make, kind, fake)
 

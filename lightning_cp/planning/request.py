@@ -125,7 +125,7 @@ class SampleStage:
     Attributes:
         name: "encode", "denoise" or "decode".
         peak: bytes at the peak of memory, by category, with the weights of all components that are on the device.
-        seconds: of encode or decode, or of one step of denoising.
+        seconds: time of encode, of decode, or of one denoising step.
         problems: components that are not in `seconds`, each with the reason.
     """
 
@@ -145,13 +145,14 @@ class Choice:
     """A layout that fits.
 
     Attributes:
-        times: of a step of training, or of a forward.
-        sample_s: seconds per sample and step: of all ranks together (training), or of one sample (sampling).
+        times: time of a training step, or of a forward in sampling.
+        sample_s: training: seconds of a step divided by the samples of all ranks. Sampling: seconds of one step of one
+            sample.
         peak: bytes at the peak of memory, by category.
         sent: bytes that a rank sends, by communicator.
         measured_s: seconds of a real step; None: not measured.
         failure: why it could not be measured; "" if it could, or was not.
-        stages: of a sample with a pipeline; `peak` is that of the highest one.
+        stages: stages of a sample, if a pipeline is planned; `peak` is then the highest of their peaks.
     """
 
     layout: Layout
@@ -187,7 +188,7 @@ class Excluded:
 
     Attributes:
         needs_bytes: memory, at least; 0: it was not excluded for its memory.
-        stage: in which it needs most of it; "": not known, or only the transformer is planned.
+        stage: name of the stage with the highest peak; "": not known, or only the transformer is planned.
         is_least: it was excluded without a dry run, and may need more.
     """
 

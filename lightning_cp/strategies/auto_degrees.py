@@ -19,7 +19,7 @@ DTYPE_OF = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": to
 
 @dataclass(frozen=True)
 class Example:
-    """What the planner needs to know: a transformer, the arguments of one forward, and the ranks that train it.
+    """Input of the planner: a transformer, the arguments of one forward, and the ranks that train it.
 
     Attributes:
         transformer: the model, on any device.

@@ -20,7 +20,7 @@ class Limit:
         name: "data", "cfg", "ulysses" or "ring", without the others of the last three; "ranks": the best layouts.
         degree: the first one for which neither twice nor four times of it makes the time of a sample 15 % shorter.
             Ranks of a second node may gain little, and those of more nodes much.
-        gain: how many times as fast twice the degree is; None: all planned degrees pay.
+        gain: time of a sample divided by that at twice the degree; None: all planned degrees pay.
         bound: what takes most of the time at twice the degree, or at the largest one if all pay.
     """
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_cp.planning.pipeline.components import Pipeline
     from lightning_cp.planning.request import Request
 
+Components = tuple[str, dict[str, tuple[str, dict[str, Any]]]]  # class of the pipeline; class and config by name
 _PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
 
 
@@ -48,8 +49,9 @@ def request_of(config: DictConfig) -> Request:
         raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
     dtype, autocast = _PRECISIONS[precision]
     plan = None if config.plan is None else _load(f"{config.plan}:plan")
+    found = _components(config)
     return Request(
-        model_of(config),
+        model_of(config, found),
         config.ranks,
         device,
         task=config.task,
@@ -61,7 +63,7 @@ def request_of(config: DictConfig) -> Request:
         batch_size=config.batch_size,
         plan=plan,
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
-        pipeline=pipeline_of(config) if config.task == "sample" and config.components else None,
+        pipeline=_pipeline_of(config, found) if config.task == "sample" and config.components else None,
         stages=config.stages,
         mlp_tiles=config.mlp_tiles,
         of_one_sample=partial(request_of, cast("DictConfig", OmegaConf.merge(config, {"batch_size": 1}))),
@@ -92,7 +94,7 @@ def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | 
     return request, devices, ranks
 
 
-def model_of(config: DictConfig) -> PlannedModel:
+def model_of(config: DictConfig, components: Components | None) -> PlannedModel:
     """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
     from lightning_cp.planning.models import PlannedModel, diffusers_model
     from lightning_cp.planning.pipeline.components import compression_of
@@ -116,14 +118,13 @@ def model_of(config: DictConfig) -> PlannedModel:
         raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
     guided = None if config.guidance == "auto" else config.guidance
     model_config = {**values["config"], **_changed_entries(config, values["class"])}
-    found = _components(config)
     return diffusers_model(
         values["class"],
         model_config,
         _size(config, values["size"]),
         name=name,
         guided=guided,
-        compression=compression_of(found[1]) if found else None,
+        compression=compression_of(components[1]) if components else None,
     )
 
 
@@ -139,16 +140,16 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
     return MediaSize(**size, batch=config.batch_size)
 
 
-def pipeline_of(config: DictConfig) -> Pipeline | None:
+def _pipeline_of(config: DictConfig, components: Components | None) -> Pipeline | None:
     """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
     from lightning_cp.planning.pipeline.components import make_pipeline
 
-    found, name = _components(config), str(config.model)
+    name = str(config.model)
     usual = _plain(config.models[name].size) if name in config.models else {}
-    return make_pipeline(*found, _size(config, usual)) if found else None
+    return make_pipeline(*components, _size(config, usual)) if components else None
 
 
-def _components(config: DictConfig) -> tuple[str, dict[str, tuple[str, dict[str, Any]]]] | None:
+def _components(config: DictConfig) -> Components | None:
     """Return the class of the model's pipeline, and class and configuration of its components; None: not known."""
     import transformers
 

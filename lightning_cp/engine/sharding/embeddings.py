@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.shards import sizes_in
-from lightning_cp.engine.forwards import own_function
+from lightning_cp.engine.forwards import has_dropout, own_function
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.rules.paths import class_of, without_adapters
 from lightning_cp.engine.rules.rules import Embedding
@@ -18,7 +18,6 @@ from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.late_gather import can_be_late, gather_late, note_once
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -77,8 +76,7 @@ class EmbeddingHook(EngineHook):
         if module._backward_hooks or module._backward_pre_hooks:
             return False
         inner = [x for x in module.modules() if x is not module]
-        drops = any(isinstance(x, _DROPOUTS) and x.training and x.p > 0 for x in inner)
-        return not drops and not any(getattr(x, name) for x in inner for name in _HOOKS)
+        return not has_dropout(module) and not any(getattr(x, name) for x in inner for name in _HOOKS)
 
 
 def _is_by_patch(layer: nn.Module) -> bool:
@@ -86,7 +84,7 @@ def _is_by_patch(layer: nn.Module) -> bool:
     kind: Any = class_of(layer)
     if kind not in _CONVOLUTIONS or own_function(layer) is not kind.forward:
         return False
-    assert isinstance(layer, _CONVOLUTIONS)
+    assert isinstance(layer, _CONVOLUTIONS), "its class is one of them"
     is_padded = layer.padding != "valid" and any(n != 0 for n in layer.padding)
     return layer.kernel_size == layer.stride and not is_padded and all(n == 1 for n in layer.dilation)
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.torch_names import DropoutModule
 from lightning_cp.engine.attention.replay import in_scope
-from lightning_cp.engine.forwards import ForwardWrapper, own_forward
+from lightning_cp.engine.forwards import ForwardWrapper, has_dropout, own_forward
 
 _NO_GRAPH = "mlp_tiles computes feed-forwards outside of graphs: leave out mlp_tiles, or fullgraph=True"
 
@@ -173,8 +172,9 @@ def _surroundings(module: nn.Module, device: torch.device) -> Callable[[], Abstr
         enabled=torch.is_autocast_enabled(kind),
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
-    drops = any(isinstance(x, DropoutModule) and x.training and x.p > 0 for x in module.modules())
-    states = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if kind == "cuda" else None) if drops else None
+    states = None
+    if has_dropout(module):
+        states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if kind == "cuda" else None
 
     @contextmanager
     def surroundings() -> Iterator[None]:

@@ -76,7 +76,7 @@ def record_call(module: nn.Module, method: str, inputs: Mapping[str, Any], group
 
     The result is gathered as if all ranks had as many rows as this one.
 
-    Args: groups: of the ranks that share a sample; a VAE is divided over them if its class supports that.
+    Args: groups: groups of the ranks that share a sample; a VAE is divided over them if its class supports that.
     """
     if method == "decode":
         with suppress(ValueError):  # this class is decoded whole by each rank, as with vae=auto

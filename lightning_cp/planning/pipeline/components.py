@@ -25,11 +25,11 @@ class Component:
     """A component of a pipeline.
 
     Attributes:
-        name: in the pipeline.
-        stage: in which it is called.
-        module: it, on the meta device.
-        inputs: arguments of its call. Tensors on the meta device have no values. None: only its weights count.
-        method: that is called.
+        name: name in the pipeline.
+        stage: stage that calls it.
+        module: the component, on the meta device.
+        inputs: arguments of the call. Tensors on the meta device have no values. None: only the weights count.
+        method: name of the method that is called.
     """
 
     name: str
