@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_cp.attention.sparse import SparseMask
     from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
+    from lightning_cp.engine.graphs import capture_forward
     from lightning_cp.engine.offload import OffloadCheckpoint
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
     from lightning_cp.pipelines import parallelize_pipeline, unparallelize_pipeline
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "SparseMask",
     "apply_context_parallel",
+    "capture_forward",
     "check_plan",
     "context_parallel_attention",
     "parallelize_pipeline",
@@ -44,6 +46,7 @@ _HOMES = {
     "context_parallel_attention": "lightning_cp.attention",
     "OffloadCheckpoint": "lightning_cp.engine.offload",
     "apply_context_parallel": "lightning_cp.engine",
+    "capture_forward": "lightning_cp.engine.graphs",
     "check_plan": "lightning_cp.engine",
     "parallelize_pipeline": "lightning_cp.pipelines",
     "remove_context_parallel": "lightning_cp.engine",

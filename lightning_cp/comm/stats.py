@@ -20,13 +20,15 @@ class RecordedModule:
     Attributes:
         inner: the module.
         outer: the model that contains it.
+        is_replayed: the host has started to replay a CUDA graph of the model, and has gone on.
     """
 
     inner: weakref.ref[nn.Module]
     outer: weakref.ref[nn.Module]
+    is_replayed: bool = False
 
     def describe(self) -> str:
-        """Return "path of Class"; "" if the module or the model no longer exists."""
+        """Return "path of Class" or "after the replay of a CUDA graph of Class"; "" if the model no longer exists."""
         inner, outer = self.inner(), self.outer()
         if inner is None or outer is None:
             return ""
@@ -34,6 +36,8 @@ class RecordedModule:
             path = next((name for name, module in outer.named_modules() if module is inner), "")
         except RuntimeError:  # the watched thread is adding modules
             path = ""
+        if self.is_replayed:
+            return f"after the replay of a CUDA graph of {type(outer).__name__}"
         return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
 
 
@@ -66,6 +70,11 @@ class CommStats:
             return
         outer = weakref.ref(model) if model is not None else None if self.module is None else self.module.outer
         self.module = None if outer is None else RecordedModule(weakref.ref(module), outer)
+
+    def note_replay(self, model: nn.Module) -> None:
+        """Record that a CUDA graph of `model` is replayed. The GPU may compute it until the next module is entered."""
+        if self.records_modules:
+            self.module = RecordedModule(weakref.ref(model), weakref.ref(model), is_replayed=True)
 
     def leave(self) -> None:
         """Record that the thread left the model."""

@@ -107,7 +107,7 @@ class Installed(ForwardWrapper):
             self._reinstall_at_trace_time()
         elif not are_installed():
             install_stand_ins(self)
-        if self._structure is None or not self._structure.is_unchanged() or self.caches.have_changed():
+        if not self.is_current():
             self._reinstall()
         if not torch.compiler.is_compiling():
             allow_graphs_of_lengths()
@@ -118,6 +118,16 @@ class Installed(ForwardWrapper):
         except BaseException:
             self.caches.reset()  # a forward that did not end has left steps that fit no other
             raise
+
+    def is_current(self) -> bool:
+        """Return True if the plan is installed on the model as it is now. torch.compile can trace this."""
+        return self._structure is not None and self._structure.is_unchanged() and not self.caches.have_changed()
+
+    def before_replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the arguments of a forward that a CUDA graph repeats, and compare them between ranks, as in `run`."""
+        assert self._hook is not None, "a plan is installed"
+        self._hook.before(self.module, args, kwargs)
+        self.session.peers.start()
 
     def _forget_compiled(self) -> None:
         """Drop compiled code if a submodule was compiled separately: torch.compile does not guard on hooks."""

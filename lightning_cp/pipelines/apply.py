@@ -45,6 +45,7 @@ def parallelize_pipeline(
     check_peers: str = "sampled",
     stall_s: float | None = 60.0,
     shares: Sequence[float] | None = None,
+    graphs: bool | Literal["auto"] = False,
 ) -> None:
     """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
@@ -88,6 +89,10 @@ def parallelize_pipeline(
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
             context groups use the same. None: equal.
+        graphs: True: run the forwards of transformers and ControlNets in CUDA graphs, which take almost no time of the
+            host. "auto": only where the host, and not the GPU, limits the speed (measured in the third forward with
+            arguments of a form). False: never. Forwards that cannot be captured, with step caches for example, run
+            eagerly, and the reason is logged. Not with `pipe`, `patches` or a sharded transformer.
     Ranks: the whole world. (Settings are compared between ranks, except on a rank where all degrees are 1.)
     Raises:
         ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
@@ -100,7 +105,7 @@ def parallelize_pipeline(
     is_alone = all(degree in (None, 1) for degree in common.values())
     options: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
     options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
-    options |= {"shares": shares}
+    options |= {"shares": shares, "graphs": graphs}
     with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
@@ -109,6 +114,11 @@ def parallelize_pipeline(
         settings = PipelineSettings(parallel_config=parallel_config, kernel=kernel, **options)
         transformers, controlnets = planned_transformers(pipeline, components), controlnets_of(components)
         both = [one for one in settings.shard if one in transformers]
+        if settings.graphs is True and both:
+            raise ValueError(
+                f"graphs=True and shard={both}: weights that are gathered layer by layer cannot be captured in a CUDA "
+                "graph, so leave one of them out"
+            )
         if settings.num_stages > 1 and both:
             raise ValueError(
                 f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"

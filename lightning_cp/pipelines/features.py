@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
+from lightning_cp.engine.graphs import GraphedForward, recorder
 from lightning_cp.engine.meta import load_deferred
 from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.calls import hide_progress
@@ -72,17 +73,33 @@ def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
         yield from runner.install()
 
 
+def _graphs(state: ParallelPipeline) -> Iterator[Undo]:
+    """Run forwards in CUDA graphs. All graphs of the pipeline share one memory pool."""
+    setting, recorder_of = state.settings.graphs, cache(recorder.recorder_for)
+    device = sampling_device(state.ranks)
+    has_recorder = bool(setting) and recorder_of(device) is not None
+    if setting is True and not has_recorder:
+        raise ValueError(f"graphs=True needs a GPU, but this rank samples on {device}: use graphs='auto' or False")
+    if not has_recorder or state.patch_runners:
+        return
+    for name, installed in state.installed.items():
+        graphed = state.graphs[name] = GraphedForward(installed, setting, recorder_of)
+        yield graphed.drop
+        yield intercept_calls(installed.module, graphed.run)
+
+
 def _controlnets(state: ParallelPipeline) -> Iterator[Undo]:
-    """Make all ranks that share a sample divide the tokens of ControlNets, and vote before each of their calls."""
+    """Make all ranks that share a sample divide the tokens of ControlNets."""
     config, groups = groups_of_all(state.settings.config, state.ranks)
     for name, module in state.controlnet_modules.items():
-        installed = state.controlnets[name] = _parallelize(state, module, config, groups=groups)
+        state.controlnets[name] = _parallelize(state, module, config, groups=groups)
         yield partial(remove_context_parallel, module)
-        yield intercept_calls(module, after_vote(state.branch_runner, state.votes, installed))
 
 
 def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
-    """Distribute the calls of transformers over the branches of guidance."""
+    """Distribute the calls of transformers over the branches of guidance, and vote before those of ControlNets."""
+    for installed in state.controlnets.values():
+        yield intercept_calls(installed.module, after_vote(state.branch_runner, state.votes, installed))
     for name, installed in state.transformers.items():
         around = over_branches(state.branch_runner, state.votes, installed, state.patch_runners.get(name))
         yield intercept_calls(state.modules[name], around)
@@ -131,6 +148,7 @@ FEATURES: tuple[Callable[[ParallelPipeline], Iterable[Undo]], ...] = (
     _transformers,
     _pipefusion,
     _controlnets,
+    _graphs,
     _guidance,
     _adapters,
     _decoders,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
+from lightning_cp.engine.graphs.forward import Graphs
 from lightning_cp.rules import STALL_S
 
 Placement = Literal["together", "offload", "release"]
@@ -35,6 +36,7 @@ class PipelineSettings:
     check_peers: str
     stall_s: float | None
     shares: Sequence[float] | None
+    graphs: Graphs
     config: ContextParallelConfig = field(init=False)
     num_stages: int = field(init=False)
 
@@ -58,5 +60,12 @@ class PipelineSettings:
             raise ValueError(f"stages={self.stages!r} must be one of {', '.join(map(repr, get_args(Placement)))}")
         if self.vae not in (True, False, "auto"):
             raise ValueError(f"vae={self.vae!r} must be True, False or 'auto'")
+        if self.graphs not in (True, False, "auto"):
+            raise ValueError(f"graphs={self.graphs!r} must be True, False or 'auto'")
+        if self.graphs is True and (self.num_stages > 1 or self.patches > 1):
+            raise ValueError(
+                "graphs=True cannot be combined with pipe or patches, for which the host decides what to compute in "
+                "each step: use graphs='auto' or False"
+            )
         if self.degrees and (self.num_stages > 1 or self.patches > 1 or self.shares is not None):
             raise ValueError(f"degrees={sorted(self.degrees)} cannot be combined with pipe, patches or shares")

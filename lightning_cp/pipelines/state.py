@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
@@ -43,6 +44,7 @@ class ParallelPipeline:
         transformers, controlnets: installed modules, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
         degrees: by name, the degrees that a call may use.
+        graphs: run the forwards of a transformer or ControlNet in CUDA graphs, by component name.
         patch_runners: the transformers that are computed in patches or stages of blocks, by component name.
         layers: the layers to shard over ranks (FSDP2), by component name.
         stages: device placement by stage; None for the setting "together".
@@ -63,6 +65,7 @@ class ParallelPipeline:
     controlnets: dict[str, Installed] = field(default_factory=dict)
     decoders: list[str] = field(default_factory=list)
     degrees: dict[str, Degrees] = field(default_factory=dict)
+    graphs: dict[str, GraphedForward] = field(default_factory=dict)
     patch_runners: dict[str, PatchRunner] = field(default_factory=dict)
     layers: dict[str, list[nn.Module]] = field(default_factory=dict)
     stages: Stages | None = None

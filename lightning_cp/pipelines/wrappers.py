@@ -103,6 +103,7 @@ def synchronized(state: ParallelPipeline) -> Around:
                 sync_rng_and_check_inputs(arguments, state.ranks.sample, common)
                 state.equal_components.compare_weights(pipe.components)
                 _use(state, state.degrees[chosen])
+                _drop_graphs(state)
             for one in in_patches:
                 one.begin(overlaps=not any(arguments.get(name) for name in _CALLBACKS))
             runner.begin(may_start_late=guidance_may_start_late(pipe, arguments))
@@ -163,6 +164,14 @@ def _use(state: ParallelPipeline, degrees: Degrees) -> None:
     for steering in state.controlnets.values():
         steering.session.use(*groups_of_all(degrees.config, degrees.ranks))
     state.branch_runner.use(degrees.ranks)
+
+
+def _drop_graphs(state: ParallelPipeline) -> None:
+    """Drop all CUDA graphs on all ranks if weights were moved on one of them. Ranks: all that share a sample."""
+    graphs = state.graphs.values()
+    if graphs and not state.votes.agree(not any(one.must_drop() for one in graphs)):
+        for one in graphs:
+            one.drop()
 
 
 def device_properties(stages: Stages | None) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     transformers = planned_transformers(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
-    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
+    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares", "graphs")
     overrides = {name: config[name] for name in names}
     stall_s = OmegaConf.select(config, "strategy.stall_s", default=None)
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), stall_s=stall_s, **overrides)

@@ -80,7 +80,15 @@ def test_features_are_undone_in_reverse_order(monkeypatch: pytest.MonkeyPatch) -
 
 def _settings(**changed: Any) -> PipelineSettings:
     given: dict[str, Any] = {"parallel_config": ContextParallelConfig(), "cfg": 1, "degrees": None, "pipe": 1}
-    given |= {"patches": 1, "warmup": 1, "vae": "auto", "shard": (), "stages": "together", "kernel": "auto"}
+    given |= {
+        "graphs": False,
+        "patches": 1,
+        "warmup": 1,
+        "vae": "auto",
+        "shard": (),
+        "stages": "together",
+        "kernel": "auto",
+    }
     return PipelineSettings(**given | {"check_peers": "sampled", "stall_s": 60.0, "shares": None} | changed)
 
 

@@ -18,8 +18,12 @@ from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResu
 from lightning_cp.app.benchmark.gpu.timing import times_in_turn
 from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
 from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import parallelize
+from lightning_cp.engine.graphs import GraphedForward, recorder_for
+from lightning_cp.undoable import intercept_calls
 
-_ALONE = "a rank's tokens alone"
+_ALONE, _GRAPH = "a rank's tokens alone", ", CUDA graph"
 _PASSES = ("forward", "with backward")
 _COLUMNS = ["mode", *(f"{which}, {part}" for which in _PASSES for part in ("ms", "of the host, ms"))]
 # mode -> the subject of diffusers in the same mode, which must not be faster
@@ -47,9 +51,11 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
             for name, make in makers.items()
         }
         steps[_ALONE] = _passes(model, _inputs(config, ranks, device))
+        memory: dict[str, int] = {}
         if device.type == "cuda":
-            for name in ("Ulysses" + UNCHECKED, "ring allgather" + UNCHECKED, _ALONE):
-                steps[f"{name}, CUDA graph"] = [_captured(steps[name][0])]
+            for name, mode in modes(ranks).items():
+                steps[name + _GRAPH], memory[name + _GRAPH] = _replayed(copy_sharing_weights(model), mode, config)
+            steps[_ALONE + _GRAPH] = [_captured(steps[_ALONE][0])]
         for name, enable in peers.models(device).items():
             try:
                 passes = _passes(enable(copy_sharing_weights(model)), _inputs(config, 1, device))
@@ -62,6 +68,11 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
     for name, each in times.items():
         cells = [f"{1e3 * seconds:.1f}" for of_pass in each for seconds in (of_pass.wall_s, of_pass.host_s)]
         result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])
+    for name, num_bytes in memory.items():
+        ratio = times[name][0].wall_s / times[_ALONE + _GRAPH][0].wall_s
+        text = f"{ratio:.2f}, {num_bytes / 1e9:.2f} GB for the graph"
+        title = f"{name}, {ranks} ranks: time over the graph of the model alone, memory"
+        result.checks.append(Check(title, text, "≤ 1.25", ratio <= 1.25))
     goal = "≤ 1.0" if device.type == "cuda" else ""
     for name, peer in _PEERS.items():
         if name in times and peer in times:
@@ -120,6 +131,18 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any]) -> list[Callable[[], ob
         torch.autograd.grad(out, latents, torch.ones_like(out))
 
     return [forward, with_backward]
+
+
+def _replayed(
+    model: nn.Module, mode: ContextParallelConfig, config: DictConfig
+) -> tuple[list[Callable[[], object]], int]:
+    """Run a parallel model in a CUDA graph, as pipelines do. Returns: its forward; bytes of the graph."""
+    graphed = GraphedForward(parallelize(model, mode), True, recorder_for)
+    intercept_calls(model, graphed.run)
+    forward = _passes(model, _inputs(config, 1, torch.device(config.device)))[:1]
+    for _ in range(3):
+        forward[0]()
+    return forward, graphed.num_bytes
 
 
 def _captured(step: Callable[[], object]) -> Callable[[], object]:

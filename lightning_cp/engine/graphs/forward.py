@@ -1,0 +1,320 @@
+"""Run the forwards of a parallel model in CUDA graphs: what a graph is valid for, when it is captured and dropped.
+
+A forward with new arguments runs eagerly at first, is then captured, and later replayed. A graph repeats the kernels of
+one forward, so whatever decides which kernels run is part of its key: shapes and strides of tensors, all other
+arguments, and the Python values that the model's modules hold. Arguments are compared between ranks before each replay,
+as before each forward.
+
+All ranks of a context group capture, replay and drop the same graphs, because each of these decisions depends on facts
+that are equal on all of them, or is agreed on when it is taken. A replay needs no agreement.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm.stats import STATS
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.transforms import transforms_are_on
+from lightning_cp.compat.torch_names import tree_flatten, tree_unflatten
+from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
+from lightning_cp.engine.graphs.model_state import PLAIN, ModelState
+from lightning_cp.engine.graphs.recorder import Recorder, Recording, Timing
+from lightning_cp.engine.installed import Installed
+from lightning_cp.nest import named_leaves
+
+Graphs = bool | Literal["auto"]
+
+_EAGER_FORWARDS = 2  # compared between ranks in full; they connect all pairs of ranks and compile kernels
+_HOST_IS_LIMIT = 0.9  # host time of a forward over its time until the GPU has finished
+_MOST_GRAPHS = 8
+_MOST_MEMORY = 1 / 8  # of the device's memory, for all graphs of a model
+_MOST_KEYS = 64
+_NEW_KEYS = 8  # in a row, after which the reason is logged
+
+_SDPA_KERNELS: tuple[Any, ...] = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+
+_log = logging.getLogger("lightning_cp")
+
+
+@dataclass(eq=False)
+class _Entry:
+    """The forwards of one key.
+
+    Attributes:
+        forwards: number of eager forwards so far.
+        timing: time of the last of them, with graphs="auto".
+        is_eager: True: it was decided not to capture.
+        inputs: the tensors that the graph reads.
+    """
+
+    forwards: int = 0
+    timing: Timing | None = None
+    is_eager: bool = False
+    inputs: list[Tensor] = field(default_factory=list)
+    recording: Recording | None = None
+
+
+class GraphedForward:
+    """Runs the calls of one parallel model in CUDA graphs; `run` is a wrapper for `intercept_calls`.
+
+    Args:
+        installed: the parallel model.
+        graphs: True: capture each key. "auto": only if the host, and not the GPU, limits the speed.
+        recorder_of: returns the recorder for a device, None if there is none; models that share it share memory.
+    """
+
+    def __init__(
+        self, installed: Installed, graphs: Graphs, recorder_of: Callable[[torch.device], Recorder | None]
+    ) -> None:
+        self.installed, self._graphs, self._recorder_of = installed, graphs, recorder_of
+        self._name = type(installed.module).__name__
+        self._entries: dict[Hashable, _Entry] = {}  # least recently used first
+        self._state: ModelState | None = None
+        self._is_stale = False
+        self._logged: set[str] = set()
+        self._new_keys, self._last_key = 0, ((), *[None] * 4)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs that can be replayed."""
+        return sum(entry.recording is not None for entry in self._entries.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all graphs; for each graph that of the rank that needs most."""
+        return sum(entry.recording.num_bytes for entry in self._entries.values() if entry.recording is not None)
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward: eagerly, captured, or replayed. Ranks: all of the context group."""
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        recorder = None if first is None or type(first) is not Tensor else self._recorder_of(first.device)
+        if recorder is None or torch.compiler.is_compiling() or _is_capturing() or not self.installed.is_current():
+            return call(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        reason = self._why_eager(leaves, args, kwargs, recorder.device)
+        if reason:
+            self._log_once(reason)
+            return call(*args, **kwargs)
+        entry = self._entry_of((tuple(map(_kind, leaves)), repr(spec), *self._surroundings()))
+        if entry.recording is not None:
+            return self._replay(entry, args, kwargs, leaves)
+        if entry.is_eager:
+            return call(*args, **kwargs)
+        entry.forwards += 1
+        if entry.forwards <= _EAGER_FORWARDS:
+            return self._run_eagerly(call, args, kwargs)
+        if self._graphs == "auto":
+            if entry.timing is None:
+                result, entry.timing = recorder.timed(lambda: call(*args, **kwargs))
+                return result
+            if not self._host_is_limit(entry.timing):
+                entry.is_eager = True
+                return call(*args, **kwargs)
+        inputs = [_static(x) if isinstance(x, Tensor) else x for x in leaves]
+        own_args, own_kwargs = tree_unflatten(inputs, spec)
+        entry.inputs = [x for x in inputs if isinstance(x, Tensor)]
+        if not self._capture(entry, recorder, lambda: call(*own_args, **own_kwargs)):
+            return call(*args, **kwargs)
+        return self._replay(entry, args, kwargs, leaves)
+
+    def must_drop(self) -> bool:
+        """Return True if a weight was moved or exchanged since the graphs were captured."""
+        return self._is_stale or (self._state is not None and bool(self.num_graphs) and self._state.weights_moved())
+
+    def drop(self) -> None:
+        """Free all graphs. Following forwards are eager, and then captured, as at first. Ranks: the context group."""
+        for entry in self._entries.values():
+            if entry.recording is not None:
+                entry.recording.free()
+        self._entries.clear()
+        self._state, self._is_stale = None, False
+
+    def _why_eager(self, leaves: list[Any], args: Any, kwargs: Any, device: torch.device) -> str:
+        """Return why this forward cannot run in a graph; "" if it can."""
+        installed = self.installed
+        if torch.is_grad_enabled():
+            return "gradients are enabled (call it in torch.no_grad())"
+        if transforms_are_on():
+            return "it runs inside of a transform of torch.func or forward_ad"
+        if installed.caches:
+            names = ", ".join(kind.name for kind in installed.caches.kinds)
+            return f"{names} decides in Python which blocks to compute"
+        if installed.session.evaluation is not None:
+            return "it is computed in patches or stages"
+        if self._state is None:
+            self._state = ModelState(installed.module)
+        if self.num_graphs and self._state.weights_moved():
+            self._is_stale = True
+        if self._is_stale:
+            return "weights were moved or exchanged after the capture"
+        self._state.number()
+        if self._state.hooked:
+            return f"a forward hook of {self._state.hooked} runs Python code"
+        if self._state.is_sharded:
+            return "its weights are sharded"
+        if self._state.device() != device:
+            return f"its weights are not all on {device}"
+        for x in leaves:
+            problem = _problem(x, device)
+            if problem:
+                return f"{self._name_of(x, args, kwargs)} is {problem}"
+        return ""
+
+    def _name_of(self, leaf: object, args: Any, kwargs: Any) -> str:
+        arguments = self.installed.signature.bind_partial(None, *args, **kwargs).arguments
+        return next((name for name, x in named_leaves("", arguments) if x is leaf), "an argument")
+
+    def _surroundings(self) -> tuple[Hashable, ...]:
+        """Return what a forward depends on besides its arguments."""
+        session = self.installed.session
+        assert self._state is not None, "made by `_why_eager`"
+        attention = kernel_for(session, None), *(is_enabled() for is_enabled in _SDPA_KERNELS)
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return self._state.number(), session.groups.name, attention, modes
+
+    def _entry_of(self, key: tuple[Any, ...]) -> _Entry:
+        """Return the entry of a key as the most recently used one, a new one if there is none."""
+        entry = self._entries.pop(key, None)
+        self._new_keys = self._new_keys + 1 if entry is None else 0
+        if self._new_keys > _NEW_KEYS:
+            self._log_once(f"{self._difference(key)} differs in each forward")
+        self._last_key = key
+        self._entries[key] = _Entry() if entry is None else entry
+        if len(self._entries) > _MOST_KEYS:
+            self._forget(next(iter(self._entries)))
+        return self._entries[key]
+
+    def _difference(self, key: tuple[Any, ...]) -> str:
+        assert self._state is not None, "made by `_why_eager`"
+        if key[2] != self._last_key[2]:
+            return f"{self._state.changed} of the model"
+        return "an argument" if key[:2] != self._last_key[:2] else "a setting of torch or of attention"
+
+    def _run_eagerly(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._state is not None, "made by `_why_eager`"
+        if not self.num_graphs:
+            self._state.note_weights()
+        return call(*args, **kwargs)
+
+    def _host_is_limit(self, timing: Timing) -> bool:
+        """Decide whether to capture, from the time of an eager forward. Ranks: the context group."""
+        share = timing.host_share()
+        shares = [percent for (percent,) in self._gather([-1 if share is None else int(100 * share)])]
+        is_limit = min(shares) >= 100 * _HOST_IS_LIMIT
+        if is_limit:
+            self._log(f"the host needs {min(shares)} % of the time of a forward, so forwards are captured")
+        else:
+            by_gpu = "still computes when the host is ready" if -1 in shares else "needs longer than the host"
+            self._log(f"the GPU {by_gpu}, so a CUDA graph would save no time, and forwards stay eager")
+        return is_limit
+
+    def _capture(self, entry: _Entry, recorder: Recorder, run: Callable[[], Any]) -> bool:
+        """Capture a forward on all ranks of the context group, or on none of them. Returns: True if it is captured."""
+        assert self._state is not None, "made by `_why_eager`"
+        problem = "weights move in each forward" if self._state.weights_moved() else ""
+        recording = None
+        try:
+            recording = None if problem else recorder.capture(run)
+        except (
+            Exception
+        ) as error:  # anything that the host needs to know of the GPU in a forward, and too little memory
+            problem = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        by_rank = self._gather([recording is not None, 0 if recording is None else recording.num_bytes])
+        num_bytes, most_bytes = max(size for _, size in by_rank), int(recorder.total_bytes * _MOST_MEMORY)
+        failed = [rank for rank, (succeeded, _) in enumerate(by_rank) if not succeeded]
+        if failed:
+            problem = problem or f"it could not be captured on rank {failed[0]} of the context group"
+        elif num_bytes > most_bytes:
+            problem = f"a graph of it takes {num_bytes / 1e9:.1f} GB, more than {most_bytes / 1e9:.1f}"
+        if problem:
+            if recording is not None:
+                recording.free()
+            entry.is_eager, entry.inputs = True, []
+            self._log_once(problem, level=logging.WARNING)
+            return False
+        assert recording is not None, "else there is a problem"
+        recording.num_bytes = num_bytes  # the same on all ranks, which then drop the same graphs
+        entry.recording = recording
+        while self.num_graphs > _MOST_GRAPHS or self.num_bytes > most_bytes:
+            self._forget(next(key for key, one in self._entries.items() if one.recording is not None))
+        self._log(f"captured in CUDA graph {self.num_graphs} of at most {_MOST_GRAPHS}, {self.num_bytes / 1e9:.2f} GB")
+        return True
+
+    def _replay(self, entry: _Entry, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        assert entry.recording is not None, "the caller has checked it"
+        self.installed.before_replay(args, kwargs)
+        for own, x in zip(entry.inputs, (x for x in leaves if isinstance(x, Tensor)), strict=True):
+            _base(own).copy_(_base(x))
+        entry.recording.replay()
+        STATS.note_replay(self.installed.module)
+        results, spec = tree_flatten(entry.recording.output)
+        return tree_unflatten([x.clone() if isinstance(x, Tensor) else x for x in results], spec)
+
+    def _forget(self, key: Hashable) -> None:
+        entry = self._entries.pop(key)
+        if entry.recording is not None:
+            entry.recording.free()
+
+    def _gather(self, values: list[int]) -> list[list[int]]:
+        group = self.installed.session.groups.context
+        return [values] if group is None else all_gather_ints([int(x) for x in values], group=group)
+
+    def _log_once(self, reason: str, *, level: int = logging.INFO) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            level = logging.WARNING if self._graphs is True else level
+            self._log(f"forwards run without CUDA graphs: {reason}", level=level)
+
+    def _log(self, text: str, *, level: int = logging.INFO) -> None:
+        if self.installed.session.groups.context_rank == 0:
+            _log.log(level, "%s: %s", self._name, text)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _kind(x: Any) -> Hashable:
+    """Return the part of the key for one leaf of the arguments."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.stride(), x.device
+    return type(x), x
+
+
+def _problem(x: Any, device: torch.device) -> str:
+    """Return why a leaf of the arguments cannot be that of a graph; "" if it can."""
+    if not isinstance(x, Tensor):
+        return "" if isinstance(x, PLAIN) else f"a {type(x).__name__}, which cannot be compared by value"
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_conj() or x.is_neg():
+        return f"a {type(x).__name__} of a special kind"
+    if x.device != device:
+        return f"on {x.device}, not on {device}"
+    base = _base(x)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    return "a tensor with overlapping memory" if base.numel() > extent else ""
+
+
+def _base(x: Tensor) -> Tensor:
+    """Return an expanded tensor (with strides of 0) without its repetitions."""
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _static(x: Tensor) -> Tensor:
+    """Allocate a tensor with the form of another one, for a graph to read, and copy its values."""
+    base = _base(x)
+    own = torch.empty_strided(base.shape, base.stride(), dtype=x.dtype, device=x.device).copy_(base)
+    return own.expand(x.shape)

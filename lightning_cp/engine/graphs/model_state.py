@@ -1,0 +1,162 @@
+"""What a forward of a model reads besides its arguments: Python values of its modules, and the addresses of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.engine.hook_base import EngineHook
+from lightning_cp.engine.peers.checksum import plain_tensors
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, type)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_DEPTH = 5  # of containers and objects inside a module's attributes
+_MOST_STATES = 64
+
+
+class ModelState:
+    """The values that a model's modules hold: numbers and texts by value, all other objects by identity.
+
+    It includes those in lists and dicts, in attention processors and in the layers of adapters, and leaves out the
+    engine's own objects. While all objects are the same, a check runs in C. Only otherwise are values compared.
+
+    Attributes:
+        is_sharded: some weights are DTensors.
+        hooked: path of a module with a forward hook of the user; "" if there is none.
+        changed: the attribute in which the values differ from those of the call before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[Hashable, tuple[int, list[object]]] = {}
+        self._names: list[str] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[Any] = []
+        self._values: list[object] = []
+        self._fingerprint: tuple[Hashable, ...] = ()
+        self._noted: list[int] = []
+        self._count = 0
+        self.changed = ""
+        self._read()
+
+    def number(self) -> int:
+        """Return a number of the current values: the same one if the model has had them before."""
+        held = self._held()
+        is_equal = len(held) == len(self._values) and all(map(is_, held, self._values))
+        if not is_equal and not self._adopt_copies(held):
+            self._read()
+        return self._number
+
+    def weights_moved(self) -> bool:
+        """Return True if a parameter or buffer was moved, exchanged, added or removed since `note_weights`."""
+        self.number()
+        return self._addresses() != self._noted
+
+    def note_weights(self) -> None:
+        """Note where weights are now."""
+        self.number()
+        self._noted = self._addresses()
+
+    def device(self) -> torch.device | None:
+        """Return the device of all weights; None if there are several, or no weights."""
+        devices = {x.device for x in self._weights}
+        return devices.pop() if len(devices) == 1 else None
+
+    def _held(self) -> list[object]:
+        return list(chain(chain.from_iterable(map(dict.values, self._dicts)), *self._lists))
+
+    def _adopt_copies(self, held: list[object]) -> bool:
+        """Return True if only lists were replaced, by lists of the same objects (QwenImage 2.1, in each forward)."""
+        if len(held) != len(self._values):
+            return False
+        copies: dict[int, object] = {}
+        for new, old in zip(held, self._values, strict=True):
+            if new is old:
+                continue
+            if type(new) is not list or type(old) is not list or len(new) != len(old) or not all(map(is_, new, old)):
+                return False
+            copies[id(old)] = new
+        self._lists = [copies.get(id(x), x) for x in self._lists]
+        self._values = held
+        return True
+
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._weights))
+
+    def _read(self) -> None:
+        """Walk all modules, and give their values a number."""
+        before = self._fingerprint, self._names
+        self._dicts, self._lists = [], []
+        self._names, values = [], list[Hashable]()
+        seen: set[int] = set()
+        for path, module in self._module.named_modules():
+            for name, value in self._walk(path, vars(module), seen, _DEPTH):
+                self._names.append(name)
+                values.append(_compared(value))
+        self._values = self._held()
+        self.hooked = next((path or "the model" for path, x in self._module.named_modules() if _has_hooks(x)), "")
+        weights = [*self._module.parameters(), *self._module.buffers()]
+        self.is_sharded = any(isinstance(x, DTensor) for x in weights)
+        self._weights = [x for weight in weights for _, x in plain_tensors("", weight) if not isinstance(x, DTensor)]
+        self._fingerprint = tuple(values)
+        if self._fingerprint not in self._known:
+            if len(self._known) >= _MOST_STATES:
+                self._known.clear()
+            self._count += 1
+            self._known[self._fingerprint] = self._count, self._values  # identities stay valid while objects are held
+        self._number = self._known[self._fingerprint][0]
+        self.changed = self._difference(*before)
+
+    def _difference(self, fingerprint: tuple[Hashable, ...], names: list[str]) -> str:
+        if names != self._names:
+            return "its modules"
+        pairs = zip(self._names, fingerprint, self._fingerprint, strict=True)
+        return next((name for name, a, b in pairs if a != b), "")
+
+    def _walk(self, path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, object]]:
+        """Yield the values in a container with their names, and note the containers to compare in later calls."""
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, dict):
+            self._dicts.append(value)
+            items = [(f"{path}.{name}" if path else str(name), x) for name, x in value.items() if not _is_ours(name)]
+        else:
+            self._lists.append(value)
+            items = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
+        for name, x in items:
+            yield name, x
+            inner = x if isinstance(x, _CONTAINERS) else _attributes(x)
+            if inner and depth:
+                yield from self._walk(name, inner, seen, depth - 1)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not isinstance(getattr(hook, "__self__", None), EngineHook) for hook in hooks)
+
+
+def _compared(value: Any) -> Hashable:
+    """Return what is compared of a value. The values in a container are compared one by one."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    return (type(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
+
+
+def _is_ours(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_lightning_cp")
+
+
+def _attributes(x: object) -> dict[str, Any]:
+    """Return the attributes of an object that belongs to a module; none of modules, tensors, functions and our own."""
+    if isinstance(x, (nn.Module, Tensor, *PLAIN, *_CODE)) or type(x).__module__.startswith("lightning_cp"):
+        return {}
+    return getattr(x, "__dict__", {})

@@ -1,0 +1,104 @@
+"""Record a forward once and repeat it: CUDA graphs, behind a protocol that tests implement on CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(eq=False)
+class Recording:
+    """A recorded forward.
+
+    Attributes:
+        output: result of the forward. Its tensors are written anew by each replay.
+        replay: computes the forward again, from the values that its input tensors have then.
+        free: frees the memory of the recording.
+        num_bytes: memory that it takes, in addition to that of earlier recordings of this recorder.
+    """
+
+    output: Any
+    replay: Callable[[], None]
+    free: Callable[[], None]
+    num_bytes: int
+
+
+class Timing(Protocol):
+    """The measured time of one forward."""
+
+    def host_share(self) -> float | None:
+        """Return the time that the host needed over the time until the GPU had finished; None: the GPU still computes.
+
+        The host does not wait for the GPU.
+        """
+
+
+class Recorder(Protocol):
+    """Records forwards on one device. All recordings of a recorder run one after another, and share memory."""
+
+    device: torch.device
+    total_bytes: int
+
+    def capture(self, run: Callable[[], Any]) -> Recording:
+        """Record `run`, which reads and writes tensors on `device` only. Raises: Exception: it cannot be recorded."""
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+        """Call `run`. Returns: its result, and its time."""
+
+
+class CudaGraphs:
+    """Records forwards as CUDA graphs with one memory pool.
+
+    Attributes:
+        device: a CUDA device.
+        total_bytes: memory of the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any]) -> Recording:
+        """Capture `run` in a graph. It must have run before, so that kernels are compiled and ranks are connected."""
+        before, graph = self._pool_bytes(), torch.cuda.CUDAGraph()
+        # thread_local: the threads of NCCL's watchdog and of the stall watch may query events at the same time.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = run()
+        return Recording(output, graph.replay, graph.reset, self._pool_bytes() - before)
+
+    def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
+        """Call `run` between two events."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        started = time.perf_counter()
+        result = run()
+        host_s = time.perf_counter() - started
+        end.record()
+        return result, _CudaTiming(begin, end, host_s)
+
+    def _pool_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._pool))
+
+
+@dataclass(frozen=True)
+class _CudaTiming:
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    host_s: float
+
+    def host_share(self) -> float | None:
+        if not self.end.query():  # type: ignore[no-untyped-call]
+            return None
+        elapsed_ms: float = self.begin.elapsed_time(self.end)
+        return 1e3 * self.host_s / max(elapsed_ms, 1e-3)
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return a new recorder for a device; None if forwards on it cannot be recorded."""
+    return CudaGraphs(device) if device.type == "cuda" else None

@@ -1,0 +1,372 @@
+"""When a forward is captured, replayed, dropped or left eager, on CPU with a stand-in for CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, capture_forward
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.graphs import forward
+from lightning_cp.engine.graphs.forward import GraphedForward, Graphs
+from lightning_cp.engine.graphs.model_state import ModelState
+from lightning_cp.errors import PlanError
+from lightning_cp.undoable import intercept_calls
+from tests.harness.recorder import StandIn
+
+Inputs = dict[str, Any]
+
+
+class Graphed:
+    """A tiny model whose calls run in graphs of the stand-in."""
+
+    def __init__(self, graphs: Graphs = True, *, lora: bool = False) -> None:
+        torch.manual_seed(0)
+        sizes: Any = {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "num_layers": 2,
+            "ffn_dim": 32,
+            "text_dim": 16,
+        }
+        self.model: Any = WanTransformer3DModel(**sizes, in_channels=4, out_channels=4, freq_dim=32).eval()
+        if lora:
+            self.model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "one")
+            self.model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "two")
+        apply_context_parallel(self.model.eval(), ContextParallelConfig())
+        self.recorder, installed = StandIn(), installed_on(self.model)
+        assert installed is not None
+        self.forward = GraphedForward(installed, graphs, lambda _: self.recorder)
+        self.is_on = True
+        self.undo = intercept_calls(self.model, self._around)
+
+    def _around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Inputs) -> Any:
+        return self.forward.run(call, args, kwargs) if self.is_on else call(*args, **kwargs)
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        with torch.no_grad():
+            return self.model(**inputs)[0]  # type: ignore[no-any-return]
+
+    def check(self, inputs: Callable[[int], Inputs] | None = None, calls: int = 4) -> None:
+        """Call it several times; each result equals that of the model without graphs."""
+        for seed in range(calls):
+            arguments = (inputs or make_inputs)(seed)
+            found = self(arguments)
+            self.is_on = False
+            expected = self(arguments)
+            self.is_on = True
+            assert torch.equal(found, expected)
+
+
+def make_inputs(seed: int = 0, *, side: int = 6, **changed: Any) -> Inputs:
+    torch.manual_seed(seed)
+    clip, text = torch.randn(1, 4, 2, side, side), torch.randn(1, 5, 16)
+    arguments: Inputs = {"hidden_states": clip, "timestep": torch.full((1,), 100.0 * seed)}
+    return {**arguments, "encoder_hidden_states": text, "return_dict": False, **changed}
+
+
+def test_the_third_forward_is_captured_and_later_ones_are_replayed() -> None:
+    graphed = Graphed()
+    counts = []
+    for seed in range(5):
+        graphed.check(lambda _, seed=seed: make_inputs(seed), calls=1)
+        counts.append((graphed.recorder.captures, graphed.recorder.replays))
+    assert counts == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_results_of_replays_are_new_tensors() -> None:
+    graphed = Graphed()
+    first, second = [graphed(make_inputs(seed)) for seed in range(5)][-2:]
+    assert not torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_results_keep_their_class() -> None:
+    graphed = Graphed()
+    with torch.no_grad():
+        outputs = [graphed.model(**make_inputs(1, return_dict=True)) for _ in range(4)]
+    assert all(type(x) is type(outputs[0]) and torch.equal(x.sample, outputs[0].sample) for x in outputs)
+
+
+def _strides(seed: int) -> Inputs:
+    inputs = make_inputs(seed)
+    return {**inputs, "hidden_states": inputs["hidden_states"].transpose(3, 4).contiguous().transpose(3, 4)}
+
+
+def _expanded(seed: int) -> Inputs:
+    inputs = make_inputs(seed)
+    return {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1].expand(-1, 5, -1)}
+
+
+# inputs that need another graph than `make_inputs`
+OTHERS: dict[str, Callable[[int], Inputs]] = {
+    "size": lambda seed: make_inputs(seed, side=8),
+    "strides": _strides,
+    "expanded": _expanded,
+    "a text": lambda seed: make_inputs(seed, attention_kwargs={"scale": 1.0}),
+    "a time per token": lambda seed: make_inputs(seed, timestep=torch.full((1, 18), 5.0 * seed)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_arguments_of_another_form_are_another_graph(name: str) -> None:
+    graphed = Graphed()
+    for count in (1, 2):
+        graphed.check()
+        graphed.check(OTHERS[name])
+        assert graphed.forward.num_graphs == 2, f"in round {count}"
+    assert graphed.recorder.captures == 2
+
+
+def test_autocast_and_inference_mode_are_other_graphs() -> None:
+    graphed = Graphed()
+    graphed.check()
+    with torch.inference_mode():
+        graphed.check()
+    assert graphed.forward.num_graphs == 2
+
+
+class _Scaled:
+    """Something that a processor reads in each forward."""
+
+    def __init__(self) -> None:
+        self.scales = [1.0]
+
+
+def _add_scale(model: Any) -> _Scaled:
+    """Make the output of the first feed-forward depend on Python values of an object that the model holds."""
+    norm, held = model.blocks[0].ffn, _Scaled()
+    norm.held, original = held, norm.forward
+    norm.forward = lambda x: original(x) * held.scales[0] * getattr(norm, "factor", 1.0)
+    return held
+
+
+# a change of what the model reads, and its reverse
+CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "an attribute": (
+        lambda m: setattr(m.blocks[0].ffn, "factor", 2.0),
+        lambda m: setattr(m.blocks[0].ffn, "factor", 1.0),
+    ),
+    "in a list of an object": (
+        lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 3.0),
+        lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 1.0),
+    ),
+    "another adapter": (lambda m: m.set_adapter("two"), lambda m: m.set_adapter("one")),
+    "no adapter": (lambda m: m.disable_adapters(), lambda m: m.enable_adapters()),
+    "its scale": (lambda m: m.set_adapters("one", 0.5), lambda m: m.set_adapters("one", 1.0)),
+    "training": (lambda m: m.blocks[1].train(), lambda m: m.blocks[1].eval()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_model_reads_belongs_to_the_graph(name: str) -> None:
+    graphed = Graphed(lora=True)
+    graphed.model.set_adapter("one")
+    graphed.model.blocks[0].ffn.factor = 1.0
+    _add_scale(graphed.model)
+    change, back = CHANGES[name]
+    graphed.check()
+    before, captures = graphed(make_inputs(1)), graphed.recorder.captures
+    change(graphed.model)
+    graphed.check()
+    assert graphed.recorder.captures == captures + 1
+    if name != "training":
+        assert not torch.equal(graphed(make_inputs(1)), before)
+    back(graphed.model)
+    replays = graphed.recorder.replays
+    assert torch.equal(graphed(make_inputs(1)), before)
+    assert (graphed.recorder.captures, graphed.recorder.replays) == (captures + 1, replays + 1), "the first graph"
+
+
+def test_a_weight_that_changes_in_place_needs_no_new_graph() -> None:
+    graphed = Graphed()
+    graphed.check()
+    with torch.no_grad():
+        graphed.model.proj_out.weight.mul_(2)
+    graphed.check()
+    assert graphed.recorder.captures == 1
+
+
+@pytest.mark.parametrize("how", ["moved", "exchanged", "an adapter loaded"])
+def test_other_weights_drop_the_graphs(how: str) -> None:
+    graphed = Graphed()
+    graphed.check()
+    assert not graphed.forward.must_drop()
+    layer = graphed.model.proj_out
+    if how == "moved":
+        layer.weight.data = layer.weight.data.clone() * 2
+    elif how == "exchanged":
+        layer.weight = nn.Parameter(layer.weight.detach() * 2)
+    else:
+        graphed.model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))
+    assert graphed.forward.must_drop()
+    graphed.check()
+    assert graphed.recorder.captures == 1, "a rank does not capture alone"
+    graphed.forward.drop()
+    assert graphed.recorder.freed == 1
+    graphed.check()
+    assert graphed.recorder.captures == 2
+
+
+def _object(graphed: Graphed) -> Inputs:
+    return make_inputs(1, attention_kwargs={"mine": object()})
+
+
+def _hooked(graphed: Graphed) -> Inputs:
+    graphed.model.blocks[1].register_forward_hook(lambda *_: None)
+    return make_inputs(1)
+
+
+def _cached(graphed: Graphed) -> Inputs:
+    graphed.model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    return make_inputs(1)
+
+
+def _on_another_device(graphed: Graphed) -> Inputs:
+    graphed.recorder.device = torch.device("cuda", 0)
+    return make_inputs(1)
+
+
+REASONS: dict[str, Callable[[Graphed], Inputs]] = {
+    r"attention_kwargs\['mine'\] is a object, which cannot be compared by value": _object,
+    "a forward hook of blocks.1 runs Python code": _hooked,
+    "decides in Python which blocks to compute": _cached,
+    "its weights are not all on cuda:0": _on_another_device,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_be_captured_is_eager_and_logged_once(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    graphed = Graphed()
+    inputs = REASONS[reason](graphed)
+    contexts = graphed.model.cache_context("only") if hasattr(graphed.model, "cache_context") else None
+    with contexts if contexts is not None else torch.no_grad():
+        for _ in range(5):
+            graphed(inputs)
+    assert graphed.recorder.captures == 0
+    texts = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+    assert len(texts) == 1
+    assert re.search(reason, texts[0])
+
+
+def test_gradients_and_tangents_are_not_lost() -> None:
+    graphed = Graphed()
+    for _ in range(4):
+        graphed.model(**make_inputs(1))[0].sum().backward()
+    with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        for _ in range(4):
+            inputs = make_inputs(1)
+            inputs["hidden_states"] = forward_ad.make_dual(inputs["hidden_states"], torch.ones(1, 4, 2, 6, 6))  # type: ignore[no-untyped-call]
+            assert forward_ad.unpack_dual(graphed.model(**inputs)[0]).tangent is not None  # type: ignore[no-untyped-call]
+    assert graphed.recorder.captures == 0
+
+
+def test_values_that_always_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_cp")
+    graphed = Graphed()
+    block = graphed.model.blocks[0]
+    original = block.ffn.forward
+
+    def counting(x: Tensor) -> Tensor:
+        block.ffn.count = getattr(block.ffn, "count", 0) + 1
+        return original(x) * block.ffn.count  # type: ignore[no-any-return]
+
+    block.ffn.forward = counting
+    results = [graphed(make_inputs(1)) for _ in range(12)]
+    assert not any(torch.equal(x, y) for x, y in pairwise(results))
+    assert "blocks.0.ffn.count of the model differs in each forward" in caplog.text
+    assert graphed.recorder.captures == 0
+
+
+def test_nan_is_no_equal_value() -> None:
+    graphed = Graphed()
+    for _ in range(70):
+        graphed(make_inputs(1, attention_kwargs={"scale": float("nan")}))
+    assert graphed.recorder.captures == 0
+    assert len(graphed.forward._entries) <= 64
+
+
+def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_MOST_GRAPHS", 2)
+    graphed = Graphed()
+    sizes = (4, 6, 8)
+    for side in sizes:
+        graphed.check(lambda seed, side=side: make_inputs(seed, side=side))
+    assert (graphed.forward.num_graphs, graphed.recorder.freed) == (2, 1)
+    replays = graphed.recorder.replays
+    graphed(make_inputs(1, side=8))
+    graphed(make_inputs(1, side=6))
+    assert graphed.recorder.replays == replays + 2
+    graphed.check(lambda seed: make_inputs(seed, side=4))
+    assert graphed.recorder.captures == 4
+
+
+def test_memory_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    graphed = Graphed()
+    graphed.recorder.num_bytes = 600  # of 8,000: at most 1,000 for graphs
+    for side in (4, 6):
+        graphed.check(lambda seed, side=side: make_inputs(seed, side=side))
+    assert (graphed.forward.num_graphs, graphed.forward.num_bytes) == (1, 600)
+    graphed.recorder.num_bytes = 1001
+    graphed.check(lambda seed: make_inputs(seed, side=8))
+    assert graphed.forward.num_graphs == 1
+    assert "more than" in caplog.text
+
+
+def test_a_forward_that_cannot_be_captured_stays_eager(caplog: pytest.LogCaptureFixture) -> None:
+    graphed = Graphed()
+    graphed.recorder.fails = RuntimeError("operation not permitted when stream is capturing")
+    graphed.check()
+    graphed.recorder.fails = None
+    graphed.check()
+    assert graphed.recorder.captures == 0
+    assert caplog.text.count("RuntimeError: operation not permitted when stream is capturing") == 1
+
+
+@pytest.mark.parametrize(("share", "captures"), [(1.0, 1), (0.9, 1), (0.8, 0), (None, 0)])
+def test_auto_captures_where_the_host_is_the_limit(share: float | None, captures: int, caplog: Any) -> None:
+    caplog.set_level("INFO", "lightning_cp")
+    graphed = Graphed("auto")
+    graphed.recorder.share = share
+    graphed.check(calls=6)
+    assert graphed.recorder.captures == captures
+    assert caplog.text.count("forwards are captured" if captures else "forwards stay eager") == 1
+
+
+def test_capture_forward_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = StandIn()
+    monkeypatch.setattr("lightning_cp.engine.graphs.recorder.recorder_for", lambda _: recorder)
+    model = nn.Linear(2, 2)
+    with pytest.raises(PlanError, match="Linear is not context-parallel: call apply_context_parallel first"):
+        capture_forward(model)
+    graphed = Graphed()
+    graphed.undo()
+    undo = capture_forward(graphed.model)
+    for _ in range(4):
+        graphed(make_inputs(1))
+    assert (recorder.captures, recorder.replays) == (1, 2)
+    undo()
+    graphed(make_inputs(1))
+    assert (recorder.replays, recorder.freed) == (2, 1)
+
+
+def test_a_model_that_copies_its_lists_keeps_its_state() -> None:
+    model = nn.Linear(2, 2)
+    model.tables = [torch.ones(1), torch.ones(2)]  # type: ignore[assignment]
+    state = ModelState(model)
+    number = state.number()
+    model.tables = list(model.tables)  # type: ignore[assignment, arg-type]
+    assert state.number() == number
+    model.tables[0] = torch.ones(1)  # type: ignore[index]
+    assert state.number() != number
