@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 from torch import nn
-
-from lightning_cp.errors import PlanError
 
 Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -22,50 +21,57 @@ Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _STATE = "_lightning_cp_interception"
 
 
-def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
+def intercept_calls(
+    thing: Any, around: Around, *, check_compiled: Callable[[Any], None] | None = None, **attributes: Any
+) -> Undo:
     """Make `thing(...)` run `around(call, args, kwargs)`, where `call` is the original call; return an undo function.
 
     A module keeps its class, because diffusers identifies components by class. Its call is replaced by an attribute of
-    the instance that torch reads, `_compiled_call_impl`. `module.compile()` would overwrite it, and therefore raises
-    until the undo. Any other object gets a subclass of its class.
+    the instance that torch reads, `_compiled_call_impl`. A module may be compiled before or afterwards
+    (`module.compile()`): the original call is compiled, and `around` runs outside of it. Any other object gets a
+    subclass of its class.
 
     Args:
         thing: module or other callable object.
         around: wrapper of the call.
+        check_compiled: gets what `module.compile()` has compiled, and may raise, so that the module stays as it was.
         attributes: attributes of the subclass (for example properties); ignored for a module.
     """
     if not isinstance(thing, nn.Module):
         return _intercept_class(thing, around, **attributes)
     before = thing.__dict__.get("_compiled_call_impl")
-    call: Any = before if before is not None else thing._call_impl
-    state = _Interception(around)
-
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
-        return state.run(call, args, kwargs)
-
+    intercepted = _InterceptedCall(_Interception(around), thing._call_impl if before is None else before)
     thing.__dict__["_compiled_call_impl"] = intercepted
-    allow_compile = intercept_method(thing, "compile", partial(_refuse_compile, thing))  # it would drop `intercepted`
+    undo: list[Undo] = [partial(_restore_call, thing, intercepted, before)]
 
-    def undo() -> None:
-        state.around = None
-        allow_compile()
-        if thing.__dict__.get("_compiled_call_impl") is not intercepted:
-            return  # a later wrapper must be undone first; until then this one only forwards
-        if before is None:
-            del thing.__dict__["_compiled_call_impl"]
-        else:
-            thing.__dict__["_compiled_call_impl"] = before
+    def compile_inside(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        compiled = torch.compile(thing._call_impl, *args, **kwargs)
+        if check_compiled is not None:
+            check_compiled(compiled)
+        intercepted.call, undo[0] = compiled, partial(_restore_call, thing, intercepted, compiled)
 
-    return undo
+    if not isinstance(before, _InterceptedCall):  # the innermost
+        undo.append(intercept_method(thing, "compile", compile_inside))  # torch's method would drop `intercepted`
+    return partial(undo_all, undo)
 
 
-def _refuse_compile(module: nn.Module, *_: object) -> NoReturn:
-    """Raise PlanError: the module's call is intercepted."""
-    raise PlanError(
-        f"{type(module).__name__}.compile() would drop the wrapper that parallelize_pipeline put around its calls: "
-        "compile it before parallelize_pipeline, or, if it is a transformer, compile its blocks "
-        "(compile_repeated_blocks())"
-    )
+class _InterceptedCall:
+    """The call of a module with an interception around it. A copy of the module has the calls of the original."""
+
+    def __init__(self, state: _Interception, call: Callable[..., Any]) -> None:
+        self.state, self.call = state, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.state.run(self.call, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> _InterceptedCall:
+        return self
+
+
+def _restore_call(thing: nn.Module, intercepted: _InterceptedCall, before: object) -> None:
+    intercepted.state.around = None
+    if thing.__dict__.get("_compiled_call_impl") is intercepted:  # else a later wrapper must be undone first
+        _restore(thing, "_compiled_call_impl", _Absent if before is None else before)
 
 
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:

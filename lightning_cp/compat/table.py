@@ -165,7 +165,7 @@ _PIPELINE = [
         _non_persistent_buffers_set="compare persistent buffers of a pipeline's components between ranks",
         _compiled_call_impl="intercept the calls of a component",
     ),
-    *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED),
+    *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED, dynamo_ctx=_COMPILED),
     *_uses(
         "pipeline",
         "torch._subclasses.fake_tensor:FakeTensorMode",

@@ -17,7 +17,7 @@ from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.pipelines.components import components_of, planned_transformers
 from lightning_cp.pipelines.equal_inputs import agreed_settings
-from lightning_cp.pipelines.features import FEATURES, divide_weights, prepare_weights
+from lightning_cp.pipelines.features import FEATURES, divide_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
 from lightning_cp.pipelines.placement.sharding import mark_unusable
@@ -129,7 +129,6 @@ def parallelize_pipeline(
     state.features = [Feature(partial(changes, state)) for changes in FEATURES]
     try:
         with state.votes.call():  # what one rank refuses, or cannot load, ends this on all
-            prepare_weights(state)
             for feature in state.features:
                 feature.install()
             state.votes.check()

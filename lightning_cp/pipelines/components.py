@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_cp.pipeline_folder.index import MODULAR_INDEX, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
 from lightning_cp.pipelines.placement.modular import load_modular
 from lightning_cp.plans import refusal, registered_plan
+from lightning_cp.undoable import Undo, set_attribute
 
 
 def load_pipeline(
@@ -146,11 +148,34 @@ def _code_files(source: str) -> list[str]:
 
 
 def components_of(pipe: Any) -> dict[str, Any]:
-    """Return a pipeline's components by name. Raises: TypeError: `pipe` is not a pipeline."""
+    """Return a pipeline's components by name, without the wrapper of `torch.compile(module)`.
+
+    Raises: TypeError: `pipe` is not a pipeline.
+    """
     components = getattr(pipe, "components", None)
     if not isinstance(components, Mapping) or not callable(pipe):
         raise TypeError(f"pipe must be a diffusers pipeline, not {type(pipe).__name__}")
-    return dict(components)
+    return {name: getattr(x, "_orig_mod", x) for name, x in components.items()}
+
+
+def compile_in_place(pipe: Any) -> Iterator[Undo]:
+    """Replace each component that is `torch.compile(module)` by the module, compiled as `module.compile()` does."""
+    for name, wrapper in pipe.components.items():
+        module = getattr(wrapper, "_orig_mod", None)
+        if module is not None:
+            yield set_attribute(module, "_compiled_call_impl", wrapper.dynamo_ctx(module._call_impl))
+            setattr(pipe, name, module)
+            yield partial(setattr, pipe, name, wrapper)
+
+
+def refuse_cuda_graphs(compiled: Any) -> None:
+    """Raise PlanError: `torch.compile` captures what it has compiled in CUDA graphs (mode="reduce-overhead")."""
+    options: Mapping[str, object] = getattr(compiled, "get_compiler_config", dict)() or {}
+    if options.get("triton.cudagraphs"):
+        raise PlanError(
+            "a parallel transformer cannot be compiled with mode='reduce-overhead' (or 'max-autotune'), which captures "
+            "parts of it in CUDA graphs: leave out the mode, and use parallelize_pipeline(graphs=True)"
+        )
 
 
 def planned_transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -166,11 +191,6 @@ def planned_transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, 
             raise PlanError(
                 f"{name} is already context-parallel, on its own or in another pipeline: undo that first. (A pipeline "
                 "that shares a parallel transformer, from from_pipe, can be called with equal noise on all ranks)"
-            )
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise PlanError(
-                f"{name} is compiled as a whole, so its exchanges cannot be changed: compile its blocks instead "
-                f"({name}.compile_repeated_blocks()), before or after parallelize_pipeline"
             )
         if refusal(type(module)) is not None:
             raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan_message(type(module))}")

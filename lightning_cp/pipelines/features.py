@@ -14,7 +14,7 @@ from lightning_cp.engine.graphs import GraphedForward, recorder
 from lightning_cp.engine.meta import load_deferred
 from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.calls import hide_progress
-from lightning_cp.pipelines.components import experts_of
+from lightning_cp.pipelines.components import compile_in_place, experts_of, refuse_cuda_graphs
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
@@ -27,7 +27,7 @@ from lightning_cp.undoable import Undo, intercept_calls
 from lightning_cp.vae import parallelize_vae
 
 
-def prepare_weights(state: ParallelPipeline) -> None:
+def _weights(state: ParallelPipeline) -> Iterable[Undo]:
     """Find out where weights are to be, and build the groups of all degrees. Ranks: the whole world.
 
     Raises: ValueError, TypeError: settings that do not fit the pipeline.
@@ -38,6 +38,7 @@ def prepare_weights(state: ParallelPipeline) -> None:
     state.check()
     sharded = next((name for name in state.layers if name in transformers), None)
     state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)
+    return ()
 
 
 def _parallelize(state: ParallelPipeline, module: nn.Module, config: ContextParallelConfig, **others: Any) -> Installed:
@@ -47,6 +48,13 @@ def _parallelize(state: ParallelPipeline, module: nn.Module, config: ContextPara
 
 def _stall_watch(state: ParallelPipeline) -> Iterable[Undo]:
     return share_watch(state.settings.stall_s, state.ranks)
+
+
+def _compiled(state: ParallelPipeline) -> Iterator[Undo]:
+    """Let transformers that are compiled as a whole stay compiled, below the wrappers of their calls."""
+    yield from compile_in_place(state.pipeline)
+    for module in state.modules.values():
+        refuse_cuda_graphs(module.__dict__.get("_compiled_call_impl"))
 
 
 def _transformers(state: ParallelPipeline) -> Iterator[Undo]:
@@ -85,7 +93,7 @@ def _graphs(state: ParallelPipeline) -> Iterator[Undo]:
     for name, installed in state.installed.items():
         graphed = state.graphs[name] = GraphedForward(installed, setting, recorder_of)
         yield graphed.drop
-        yield intercept_calls(installed.module, graphed.run)
+        yield intercept_calls(installed.module, graphed.run, check_compiled=refuse_cuda_graphs)
 
 
 def _controlnets(state: ParallelPipeline) -> Iterator[Undo]:
@@ -102,7 +110,7 @@ def _guidance(state: ParallelPipeline) -> Iterator[Undo]:
         yield intercept_calls(installed.module, after_vote(state.branch_runner, state.votes, installed))
     for name, installed in state.transformers.items():
         around = over_branches(state.branch_runner, state.votes, installed, state.patch_runners.get(name))
-        yield intercept_calls(state.modules[name], around)
+        yield intercept_calls(state.modules[name], around, check_compiled=refuse_cuda_graphs)
 
 
 def _adapters(state: ParallelPipeline) -> Iterator[Undo]:
@@ -144,6 +152,8 @@ def _calls(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 FEATURES: tuple[Callable[[ParallelPipeline], Iterable[Undo]], ...] = (
+    _compiled,
+    _weights,
     _stall_watch,
     _transformers,
     _pipefusion,

@@ -81,19 +81,48 @@ def test_calls_of_an_object_are_wrapped_and_its_class_is_not_changed(thing: Any)
     assert type(thing) is type(other)
 
 
-def test_compile_cannot_drop_a_wrapper_of_calls() -> None:
-    module, calls = nn.Linear(2, 2), []
+class Doubled(nn.Module):
+    """A module that is traced: the compiler does not enter those of torch."""
+
+    def forward(self, x: Any) -> Any:
+        return 2 * x
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_module_keeps_the_wrappers_of_its_calls(when: str) -> None:
+    module, calls, compiled = Doubled(), [], []
 
     def around(call: object, args: object, kwargs: object) -> object:
         calls.append(args)
         return call(*args, **kwargs)  # type: ignore[operator, misc]
 
-    undo = intercept_calls(module, around)
-    with pytest.raises(PlanError, match=r"Linear\.compile\(\) would drop the wrapper .* before parallelize_pipeline"):
-        module.compile(backend="eager")
+    def backend(graph: Any, _: object) -> Any:
+        compiled.append(graph)
+        return graph
+
+    if when == "before":
+        module.compile(backend=backend)
+    undo = [intercept_calls(module, around) for _ in range(2)]
+    if when == "after":
+        module.compile(backend=backend)
     module(zeros(1, 2))
-    assert len(calls) == 1
-    undo()
-    module.compile(backend="eager")
+    assert (len(calls), len(compiled)) == (2, 1)
+    undo_all(undo)
+    module(zeros(1, 2))
+    assert (len(calls), len(compiled)) == (2, 1), "still compiled"
     assert module._compiled_call_impl is not None
     assert "compile" not in vars(module)
+
+
+def test_a_refused_compilation_leaves_the_module_as_it_was() -> None:
+    def refuse(compiled: object) -> None:
+        raise PlanError("not this one")
+
+    module = nn.Linear(2, 2)
+    undo = intercept_calls(module, times(7), check_compiled=refuse)
+    before = vars(module).copy()
+    with pytest.raises(PlanError, match="not this one"):
+        module.compile(backend="eager")
+    assert vars(module) == before
+    undo()
+    assert "_compiled_call_impl" not in vars(module)

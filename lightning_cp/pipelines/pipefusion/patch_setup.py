@@ -60,11 +60,10 @@ def make_patch_runners(
                 "blocks cannot be divided into stages: use pipe=1"
             )
         refuse_caches(installed)
-        for path in blocks_of(installed):
+        for path in ("", *blocks_of(installed)):
             if submodule(installed.module, path).__dict__.get("_compiled_call_impl") is not None:
-                raise PlanError(
-                    f"{path} of {kind} is compiled, which patches and stages do not support: do not compile it"
-                )
+                what = f"{path} of {kind}" if path else kind
+                raise PlanError(f"{what} is compiled, which patches and stages do not support: do not compile it")
         counts = None if isinstance(pipe, int) else pipe
         stage = None if results is None else make_stage(installed, ranks.stages, transfers.control, counts)
         branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)

@@ -82,7 +82,8 @@ def check_placement(
         if pipe.components.get(name) is not module:
             raise PlanError(
                 f"{kind}.{name} was replaced after parallelize_pipeline, and the new one is not parallel: call "
-                "unparallelize_pipeline, replace it, then call parallelize_pipeline again"
+                "unparallelize_pipeline, replace it, then call parallelize_pipeline again. (To compile it, call "
+                f"{name}.compile() in place of torch.compile({name}))"
             )
         if name in shard and any(cache_of(hook) is CACHES["sea_cache"] for hook in _hooks(module)):
             raise PlanError(

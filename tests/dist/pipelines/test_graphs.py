@@ -86,6 +86,7 @@ CASES = [  # pipeline, family, ranks, mode, cfg, what is special
             ("flux", "flux", 3, "rotation", 1, ""),
             ("flux", "flux", 2, "ulysses", 1, ""),
             ("flux", "flux", 3, "ulysses", 1, "compiled blocks"),
+            ("flux", "flux", 3, "ulysses", 1, "whole, compiled"),
             ("flux", "flux", 4, "unified", 1, ""),
             ("flux", "flux", 4, "ring", 1, "data groups"),
             ("flux", "flux", 2, "ring", 1, "offload"),

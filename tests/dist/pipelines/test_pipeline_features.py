@@ -91,6 +91,10 @@ def _compiled(pipe: Any) -> None:
     pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
 
 
+def _compiled_copy(pipe: Any) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager")
+
+
 WORKS: dict[str, Callable[[Any], None]] = {
     "model offload": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
     "sequential offload": _sequential,
@@ -106,6 +110,8 @@ WORKS: dict[str, Callable[[Any], None]] = {
     "fused lora": _fused,
     "attention backend": lambda pipe: pipe.transformer.set_attention_backend("native"),
     "compiled blocks": _compiled,
+    "compiled as a whole": lambda pipe: pipe.transformer.compile(backend="aot_eager"),
+    "torch.compile": _compiled_copy,
 }
 
 
@@ -150,7 +156,11 @@ def _tried(
 
 
 QUICK = (("model offload", AFTER), ("leaf offload", BEFORE), ("int8 by quanto", BEFORE), ("lora", AFTER))
-LOADED = ("int8 by diffusers", "device_map of one")  # another transformer, which a parallel pipeline refuses
+LOADED = (
+    "int8 by diffusers",
+    "device_map of one",
+    "torch.compile",
+)  # another transformer, which a parallel pipeline refuses
 TRIED = [
     pytest.param(feature, when, marks=() if (feature, when) in QUICK else pytest.mark.full)
     for feature in WORKS

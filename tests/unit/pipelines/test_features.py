@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import apply
 from lightning_cp.pipelines.features import FEATURES
 from lightning_cp.pipelines.settings import PipelineSettings
@@ -114,3 +116,24 @@ def test_invalid_settings_are_refused_when_they_are_made(changed: dict[str, Any]
 def test_settings_are_normalised() -> None:
     settings = _settings(pipe=(2, 3), cfg=None, shard="transformer")
     assert (settings.num_stages, settings.cfg, settings.shard) == (2, 1, ("transformer",))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_transformer_keeps_to_what_works(when: str) -> None:
+    pipe = table("flux")["flux"].make()
+    if when == "before":
+        pipe.transformer.compile(mode="reduce-overhead")
+        with pytest.raises(PlanError, match=r"mode='reduce-overhead'.*use parallelize_pipeline\(graphs=True\)"):
+            parallelize_pipeline(pipe, ContextParallelConfig())
+        pipe.transformer.compile(backend="eager")
+        with pytest.raises(PlanError, match="is compiled, which patches and stages do not support"):
+            parallelize_pipeline(pipe, ContextParallelConfig(), patches=2)
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    before = pipe.transformer
+    parallelize_pipeline(pipe, ContextParallelConfig())
+    if when == "after":
+        with pytest.raises(PlanError, match=r"mode='reduce-overhead'"):
+            pipe.transformer.compile(mode="reduce-overhead")
+    assert type(pipe.transformer).__name__ == "FluxTransformer2DModel"
+    unparallelize_pipeline(pipe)
+    assert pipe.transformer is before
