@@ -67,6 +67,7 @@ _MODEL = [
         "diffusers.models.modeling_utils:ModelMixin",
         _parallel_config="recognise diffusers' own parallelism, and keep it from being enabled",
         _gradient_checkpointing_func="run recomputed blocks in the call that they belong to",
+        _supports_gradient_checkpointing="exclude checkpointing from the plan of a model without it",
         _keep_in_fp32_modules="load pretrained weights in the dtypes that from_pretrained gives them",
         _keys_to_ignore_on_load_unexpected="ignore the weights in files that from_pretrained ignores",
     ),

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from types import ModuleType
+from inspect import unwrap
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from lightning_cp.compat.versions import incompatible, private_names
 
 with private_names("torch"):
+    import torch.utils.checkpoint as _checkpoint
     from torch._C import DispatchKey
     from torch._C import _after_ADInplaceOrView_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
@@ -35,8 +37,11 @@ with private_names("torch"):
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
-    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as stores_recomputation
 
+    # What `checkpoint` itself calls: since torch 2.14 the function with the second name. The first one is for others.
+    stores_recomputation: Callable[..., Any] = vars(_checkpoint).get(
+        "_checkpoint_without_reentrant_generator_impl", _checkpoint._checkpoint_without_reentrant_generator
+    )
     module_call_code = torch.nn.Module._call_impl.__code__
     lerp_all_ = torch._foreach_lerp_
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -48,6 +53,7 @@ __all__ = [
     "TreeSpec",
     "allow_dynamic",
     "aten",
+    "autograd_functions",
     "below_autograd",
     "below_autograd_keys",
     "default_timeout",
@@ -75,6 +81,7 @@ __all__ = [
     "process_groups",
     "script_as",
     "set_forward_ad",
+    "set_timeout",
     "skip_frames_of",
     "stores_recomputation",
     "take_default_timeout",
@@ -108,6 +115,15 @@ def skip_frames_of(method: Any) -> None:
     """
     skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
+
+
+def autograd_functions() -> dict[CodeType, str]:
+    """Return the names of all autograd functions, by the code of their forward: `apply` may have no Python frame."""
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    codes = {getattr(unwrap(kind.forward), "__code__", None): kind.__name__ for kind in reversed(kinds[1:])}
+    return {code: name for code, name in codes.items() if code is not None}
 
 
 def is_exporting() -> bool:
@@ -235,7 +251,13 @@ def default_timeout() -> timedelta:
 
 def take_default_timeout(group: torch.distributed.ProcessGroup) -> None:
     """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups."""
-    torch.distributed.distributed_c10d._set_pg_timeout(default_timeout(), group)
+    set_timeout(default_timeout(), group)
+
+
+def set_timeout(timeout: timedelta, group: torch.distributed.ProcessGroup) -> None:
+    """Set the time-out of a process group. (Public since torch 2.14.)"""
+    c10d: Any = torch.distributed.distributed_c10d
+    (c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout)(timeout, group)
 
 
 def fake_store() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
-# Package -> oldest and newest version that the tests were run with.
+# Package -> oldest and newest version that the tests were run with. The newest ones are upper bounds in pyproject.toml.
 TESTED = {
     "torch": ("2.11.0", "2.14.1"),
     "lightning": ("2.6.0", "2.6.6"),

@@ -28,8 +28,6 @@ from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.nest import named_leaves, tensors
 
-_LENGTHS = 256  # of which a session knows whether sizes can be derived
-
 
 @dataclass(eq=False)
 class ModelHook(EngineHook):
@@ -121,13 +119,8 @@ class ModelHook(EngineHook):
     def after(self, module: nn.Module) -> None:
         """Check a forward that has succeeded. Raises: InterceptionError: none of its attention was intercepted."""
         session, call = self.session, self.session.current()
-        if not torch.compiler.is_compiling():
-            if len(session.can_derive_sizes) >= _LENGTHS:  # at the same forward on all ranks
-                session.can_derive_sizes.clear()
-            for key in call.unambiguous:
-                session.can_derive_sizes.setdefault(key, True)
-            if call.lengths:
-                session.peers.start()  # not yet started if a compiled block has split the first tensor
+        if call.lengths and not torch.compiler.is_compiling():
+            session.peers.start()  # not yet started if a compiled block has split the first tensor
         if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "

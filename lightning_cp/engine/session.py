@@ -39,7 +39,6 @@ class Call:
         kept: arguments that the engine keeps for its own use and does not pass to a block.
         unsplit_lengths: token counts of tensor arguments that are not split (for plans that do not describe attention).
         intercepted: True if the engine computed attention since the flag was last cleared.
-        unambiguous: values of `key` for which this forward exchanged sizes, and found that each rank can derive them.
         block: name of the last block (or other planned module) that was entered.
         shards: shards of tensors that several blocks get, such as positions: by `id` and spec, the tensor, its version,
             the shard, and the shard's version.
@@ -60,7 +59,6 @@ class Call:
     kept: dict[str, Any] = field(default_factory=dict)
     unsplit_lengths: set[int] = field(default_factory=set)
     intercepted: bool = False
-    unambiguous: list[Hashable] = field(default_factory=list)
     block: str = ""
     shards: dict[Hashable, tuple[weakref.ref[Tensor], int, Tensor, int]] = field(default_factory=dict, repr=False)
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -184,8 +182,8 @@ class Session:
         unchecked: values of `training` for which no forward was checked for missed attention calls since the plan was
             installed (see `MissedCalls`).
         num_graph_checks: number of compiled forwards that have checked their arguments (int64 scalar).
-        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
-            not describe attention).
+        derivable_sizes: `Call.key` with this rank's numbers of queries and keys, from which each rank can derive those
+            of all ranks (for plans that do not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
         keeps_shards: outputs are not gathered before something needs all of their values, see `LateGather`.
@@ -204,7 +202,7 @@ class Session:
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
     num_graph_checks: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
-    can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
+    derivable_sizes: set[Hashable] = field(default_factory=set)
     batch_groups: MeshGroups | None = None
     keeps_shards: bool = False
 
@@ -223,7 +221,7 @@ class Session:
             peers,
             self.kernel,
             self.backends,
-            can_derive_sizes={**self.can_derive_sizes},
+            derivable_sizes={*self.derivable_sizes},
         )
 
     def begin(self, call: Call) -> Call | None:
@@ -267,7 +265,7 @@ class Session:
         if groups is not self.groups:
             self.peers.finish()
             self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
-            self.can_derive_sizes.clear()
+            self.derivable_sizes.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -45,9 +46,9 @@ def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Sh
     Args:
         paths: paths of the blocks.
         margin: number of blocks to keep before and after the one that counts for all others. A block must not change
-            what blocks do that are further away. None: no block is removed.
+            what blocks do that are further away. None: no block is removed, nor where a block cannot count for another.
     """
-    margin = len(paths) if margin is None else margin
+    margin = len(paths) if margin is None or _differ(model, paths) else margin
     repeats: dict[nn.Module, int] = {}
     removed: dict[nn.Module, nn.Module] = {}  # modules of removed blocks -> those of the block that counts for them
     rows = groupby(paths, key=lambda path: (path.rpartition(".")[0], kind_of(submodule(model, path))))
@@ -68,6 +69,17 @@ def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Sh
         if isinstance(submodule(model, where), nn.ModuleList):
             setattr(submodule(model, parent), name, nn.ModuleList(blocks_left))
     return Shortened(repeats, list(weights.values()))
+
+
+def _differ(model: nn.Module, paths: Sequence[str]) -> bool:
+    """Return True if equal blocks are not alike in the model: they share weights, or it has a module for each block."""
+    blocks = [submodule(model, path) for path in paths]
+    inside = {inner for block in blocks for inner in block.modules()}
+    rows = {where: len(list(row)) for where, row in groupby(paths, key=lambda path: path.rpartition(".")[0])}
+    counts, lists = {*rows.values(), len(paths)}, (x for x in model.modules() if isinstance(x, nn.ModuleList))
+    of_each = (x for x in lists if len(x) in counts and x not in inside and inside.isdisjoint(x))
+    shared = Counter(x for _, x in model.named_parameters(remove_duplicate=False))
+    return any(True for _ in of_each) or any(shared[x] > 1 for block in blocks for x in block.parameters())
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -72,7 +72,7 @@ class Device:
 
     @property
     def is_calibrated(self) -> bool:
-        """True if all rates were measured on the machine that is planned for."""
+        """True if all rates were measured on the machine that is planned for (none is missing in its file)."""
         return self.source == MEASURED
 
     def profile(self) -> DeviceProfile:
@@ -132,6 +132,8 @@ def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
         )
     if unknown:
         raise ValueError(f"gpu.{unknown[0]} is no figure of a device: use some of {', '.join(sorted(known))}")
+    if figures.get("source") == MEASURED and (missing := sorted(known - figures.keys() - {"name"})):
+        figures["source"] = f"measured, but without {', '.join(missing)}"
     if name in DEVICES:
         return replace(DEVICES[name], **({"source": "given", **figures} if figures else {}))
     return Device(**{"name": name, "source": "given", **figures})

@@ -32,6 +32,7 @@ from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
 from lightning_cp.planning.step import Layout, Step
 
+_PACKAGE = Path(__file__).parents[1]
 ShortModels = dict[int | None, tuple[nn.Module, Shortened]]  # by the margin of `shorten`
 
 
@@ -111,10 +112,11 @@ def dry_run(
                     "with its values, not on the meta device; otherwise choose the degrees by hand"
                 ) from error
             if not is_short:
-                if isinstance(error, (ValueError, ImportError)):
+                kind = ValueError if isinstance(error, ValueError) else UntraceableError  # other degrees may avoid it
+                if isinstance(error, ImportError) or (kind is ValueError and (is_ours(error) or not _where(error))):
                     raise
                 text = f"this forward fails with these inputs{_where(error)}: {type(error).__name__}: {error}"
-                raise UntraceableError(text) from error
+                raise kind(text) from error
         finally:
             BUFFERS.forget()
     same: Any = {"rank": rank, "device": device, "dtype": dtype, "lora": lora, "plan": plan, "kernel": kernel}
@@ -126,9 +128,14 @@ def _reads_values(error: Exception) -> bool:
     return "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error)
 
 
+def is_ours(error: Exception) -> bool:
+    """Return True if an error was raised by this package: not by a model, nor by a library that either calls."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_PACKAGE)
+
+
 def _where(error: Exception) -> str:
     """Return the line of the model at which an error was raised, outside of torch and this package."""
-    packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    packages = [Path(torch.__file__).parent, _PACKAGE]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if not any(file.is_relative_to(x) for x in packages):

@@ -119,6 +119,7 @@ def diffusers_model(
     name: str | None = None,
     guided: bool | None = None,
     compression: tuple[int, int] | None = None,
+    time_per_token: bool = False,
 ) -> PlannedModel:
     """Return a transformer of diffusers with its inputs.
 
@@ -129,6 +130,7 @@ def diffusers_model(
         guided: see `PlannedModel`; None: True unless the model embeds the guidance scale.
         compression: pixels of a latent, and frames of a latent (0: the model makes pictures), of the pipeline's VAE;
             None: those that are usual for the class.
+        time_per_token: the timestep has an entry for each token, as in Wan 2.2 TI2V (`expand_timesteps`).
     Raises: ValueError: diffusers has no such class, its inputs are not known, or configuration or size do not fit.
     """
     import diffusers
@@ -148,6 +150,8 @@ def diffusers_model(
             values = dict(built.from_config(dict(config)).config)
     except Exception as error:  # from diffusers: the configuration is wrong
         raise ValueError(f"{kind} cannot be built with this configuration: {type(error).__name__}: {error}") from error
+    if time_per_token:
+        spec = dataclasses.replace(spec, inputs={**spec.inputs, "timestep": f"{spec.inputs['timestep']} tokens"})
     sizes = _sizes(spec, size, values)
     inputs = {
         argument: _input(text, {**values, **sizes}, sizes)

@@ -78,7 +78,8 @@ class _Search:
             model: Any = self.request.model.build()
         if self.request.lora is not None:
             add_lora(model, self.request.lora)
-        self.can_checkpoint = hasattr(model, "enable_gradient_checkpointing")
+        can_checkpoint = getattr(model, "_supports_gradient_checkpointing", True)  # diffusers raises a ValueError
+        self.can_checkpoint = hasattr(model, "enable_gradient_checkpointing") and can_checkpoint
         elements = [(x.numel(), x.requires_grad) for x in model.parameters()]
         size = self.request.dtype.itemsize
         trains = self.request.task == "train"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lightning_cp.app.benchmark.plots import colours
 from lightning_cp.app.terminal import rich_text
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, as_figures
 from lightning_cp.planning.layouts import described
@@ -76,6 +77,8 @@ def notes(plan: Plan) -> list[str]:
     lines += [f"{described(x.layout)} failed: {x.failure}" for x in plan.choices if x.failure]
     reasons = Counter(_kind(x.reason) for x in plan.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
+    if plan.request.task == "train" and any(x.layout.sharded for x in plan.choices):
+        lines.append("not planned: HSDP (replicate above 1), which shards weights over a part of the ranks")
     if not device.is_calibrated:
         lines.append(
             f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
@@ -155,9 +158,9 @@ def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    """Write plan.json."""
-    with writing_new(path):
-        path.write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+    """Write plan.json. Readers see the older file or the whole new one."""
+    with atomic_file(path) as scratch:
+        scratch.write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
 
 
 def draw(plan: Plan, path: Path, rows: int) -> None:

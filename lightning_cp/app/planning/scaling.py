@@ -13,6 +13,7 @@ from rich.table import Table
 from lightning_cp.app.benchmark.plots import colours
 from lightning_cp.app.planning.limits import DEGREES, Limit, limits_of
 from lightning_cp.app.terminal import rich_text
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, Device, as_figures
 from lightning_cp.planning.dry_runs import DryRuns
@@ -167,8 +168,8 @@ def write(found: Sequence[Scaling], folder: Path) -> None:
         for device in found
     ]
     for name, text in (("scaling.json", json.dumps(content, indent=1) + "\n"), ("scaling.md", markdown(found))):
-        with writing_new(folder / name):
-            (folder / name).write_text(text, encoding="utf-8")
+        with atomic_file(folder / name) as scratch:
+            scratch.write_text(text, encoding="utf-8")
     draw(found, folder / "scaling.png")
 
 

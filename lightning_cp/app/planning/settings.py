@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.files import read_json
 from lightning_cp.launch.rank import load_target
-from lightning_cp.pipeline_folder.index import index_file
+from lightning_cp.pipeline_folder.index import index_file, read_index
 
 if TYPE_CHECKING:
     from lightning_cp.planning.devices import Device
@@ -125,6 +125,7 @@ def model_of(config: DictConfig, components: Components | None) -> PlannedModel:
         name=name,
         guided=guided,
         compression=compression_of(components[1]) if components else None,
+        time_per_token=values.get("time_per_token", False),
     )
 
 
@@ -187,7 +188,12 @@ def _read_folder(path: Path) -> dict[str, Any]:
     config = read_json(file)
     if "_class_name" not in config:
         raise SettingsError(f"{file} has no _class_name: it is no configuration of a diffusers model")
-    return {"class": config["_class_name"], "config": {k: v for k, v in config.items() if not k.startswith("_")}}
+    index = {} if index_file(path) is None else read_index(path)
+    return {
+        "class": config["_class_name"],
+        "config": {k: v for k, v in config.items() if not k.startswith("_")},
+        "time_per_token": bool(index.get("expand_timesteps")),
+    }
 
 
 def device_of(setting: Any) -> Device:

@@ -17,7 +17,7 @@ from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.planning.ranks import Case, run_on_ranks
 from lightning_cp.app.planning.settings import request_of
 from lightning_cp.app.runs.recipe import conf_dir
-from lightning_cp.files import writing_new
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.launch import Failure
 from lightning_cp.planning.devices import Device, as_figures, device_named
 from lightning_cp.planning.layouts import described
@@ -195,8 +195,7 @@ def write(result: Validation, folder: Path) -> list[Path]:
             for row in result.rows
         ],
     }
-    with writing_new(page):
-        page.write_text(markdown(result), encoding="utf-8")
-    with writing_new(data):
-        data.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    for path, text in ((page, markdown(result)), (data, json.dumps(values, indent=1) + "\n")):
+        with atomic_file(path) as scratch:
+            scratch.write_text(text, encoding="utf-8")
     return [page, data]

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.compat.torch_names import module_call_code, stores_recomputation
+from lightning_cp.compat.torch_names import autograd_functions, module_call_code, stores_recomputation
 from lightning_cp.engine.attention.scope import SCOPE, Scope
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -89,11 +87,12 @@ def check_recomputation(call: Call) -> None:
     """
     if torch.compiler.is_compiling() or not call.has_grad or torch.is_grad_enabled():
         return
+    functions = autograd_functions()
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and not _is_planned(frame):
-        if frame.f_code is _APPLY:
+        if frame.f_code in functions:
             raise InterceptionError(
-                f"attention or dropout on shards is computed inside of {frame.f_locals['cls'].__name__}, a "
+                f"attention or dropout on shards is computed inside of {functions[frame.f_code]}, a "
                 "torch.autograd.Function that a block calls. If its backward recomputes it, the token counts of this "
                 "forward are unknown then: use torch.utils.checkpoint.checkpoint for activation checkpointing"
             )

@@ -14,6 +14,7 @@ from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
 
+MOST_LENGTHS = 256  # number of lengths for which a session stores sizes
 _TOLERANCE = 1e-3  # largest difference of equal keys, relative to their norm
 
 Sizes = tuple[list[int], list[int]]  # numbers of queries and of keys, each in rank order
@@ -22,8 +23,9 @@ Sizes = tuple[list[int], list[int]]  # numbers of queries and of keys, each in r
 def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     """Find the number of queries and keys on each rank; None if nothing is split yet or the keys are whole.
 
-    The first forward with new lengths all-gathers the numbers, so all ranks take the same decision. Later forwards
-    derive them from the lengths without communication, if that is unambiguous, and all-gather them otherwise.
+    The first call with new lengths all-gathers the numbers. If each rank could derive all of them from its own, later
+    calls do that without communication; otherwise they all-gather too. All ranks take the same decision, also if a
+    forward fails on one of them: it depends on completed exchanges only, not on completed forwards.
     ([], []): ambiguous (possible in compiled code); attention then all-gathers the lengths.
 
     Args: queries, keys: number of tokens on this rank.
@@ -32,17 +34,17 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if not call.lengths:  # nothing was split so far
         return None
     size, rank = call.groups.context_size, call.groups.context_rank
-    split, key = possible_sizes(call), call.key()
+    split, key, known = possible_sizes(call), (call.key(), queries, keys), session.derivable_sizes
     options = split + [[n] * size for n in sorted(call.unsplit_lengths) if [n] * size not in split]
-    if torch.compiler.is_compiling() or call.groups.context is None or session.can_derive_sizes.get(key):
+    if torch.compiler.is_compiling() or call.groups.context is None or key in known:
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
         by_rank = all_gather_ints([queries, keys], group=call.groups.context)
         sizes = ([q for q, _ in by_rank], [k for _, k in by_rank])
         if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(by_rank) for i in range(2)):
-            call.unambiguous.append(key)
-        else:
-            session.can_derive_sizes[key] = False
+            if len(known) >= MOST_LENGTHS:
+                known.clear()
+            known.add(key)
     if sizes[1] and sizes[1] not in split and sizes[1] in options:
         return None
     return sizes if sizes[0] and sizes[1] else ([], [])

@@ -18,7 +18,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import DeviceProfile, assuming
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.nest import of_type, replace
-from lightning_cp.planning.dry_run import fake_rank, new_garbage_only, replace_tensors, without_storage
+from lightning_cp.planning.dry_run import fake_rank, is_ours, new_garbage_only, replace_tensors, without_storage
 from lightning_cp.planning.pipeline.components import Component
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import composed, links_of
@@ -33,13 +33,18 @@ class ComponentRuns:
     _steps: dict[Any, Step | str] = field(default_factory=dict)
 
     def run(self, component: Component, ranks: int, device: DeviceProfile, dtype: torch.dtype) -> Step | str:
-        """Dry-run a call of a component on a rank. Returns: the reason in one line if it cannot be traced."""
+        """Dry-run a call of a component on a rank.
+
+        Returns: the reason in one line if the component cannot be traced. An error in our own code is raised.
+        """
         ranks = ranks if component.stage == "decode" else 1
         key = component.name, ranks, device.kind, device.capability, dtype
         if key not in self._steps:
             try:
                 self._steps[key] = dry_run_component(component, ranks, device=device, dtype=dtype)
-            except Exception as error:  # of code that is not ours
+            except Exception as error:
+                if is_ours(error) and not isinstance(error, (ValueError, RuntimeError)):
+                    raise
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 self._steps[key] = f"{component.name} ({type(component.module).__name__}) cannot be traced ({reason})"
         return self._steps[key]

@@ -74,7 +74,7 @@ def _most_lengths(rank: int, world: int) -> int:
     session, most = installed_on(model).session, 0
     for tokens in range(10, 310):
         model(torch.randn(1, tokens, 16, generator=torch.Generator().manual_seed(tokens)))
-        most = max(most, len(session.can_derive_sizes))
+        most = max(most, len(session.derivable_sizes))
     return most
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.sharding import lengths
 from tests.dist.compare import outcome
+from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.harness import RankPool
 from tests.models.wan import wan
 
 
@@ -76,3 +79,47 @@ def test_a_parallel_model_is_not_pickled_but_its_weights_are(save: str, copied: 
     torch.save(model.state_dict(), io.BytesIO())
     remove_context_parallel(model)
     pickle.loads(pickle.dumps(model))
+
+
+class _Ending(Plain):
+    """Computes something after its last collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Identity()
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        return (self.last(super().forward(x)[0]),)
+
+
+def _after_failures(rank: int, world: int, where: str) -> list[float]:
+    """Errors of forwards of several lengths, after each of which one failed: on rank 1 at its end, or on all midway."""
+    torch.manual_seed(0)
+    model = _Ending().double()
+    xs = [torch.randn(2, n, 16, dtype=torch.float64) for n in (9, 10, 9, 11, 12, 9, 10)]
+    expected, before = [model(x)[0].detach() for x in xs], lengths.MOST_LENGTHS
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
+    errors = []
+    try:
+        lengths.MOST_LENGTHS = 2
+        for x, right in zip(xs, expected, strict=True):
+            if where == "midway" or rank == 1:
+                module = model.blocks[1] if where == "midway" else model.last
+                handle = module.register_forward_hook(_interrupting(RuntimeError, 1))
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    model(x)
+                handle.remove()
+            else:
+                model(x)
+            errors.append((model(x)[0] - right).abs().max().item())
+    finally:
+        lengths.MOST_LENGTHS = before
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("where", ["end", "midway"])
+def test_the_forward_after_one_that_failed_is_exact(run_ranks: RankPool, where: str, world: int) -> None:
+    """Ranks agree which lengths they have exchanged, for plans that do not describe attention."""
+    for errors in run_ranks(world, _after_failures, where, timeout_s=60):
+        assert max(errors) < 1e-12

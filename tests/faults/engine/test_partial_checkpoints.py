@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,17 +86,46 @@ class Recomputes(torch.autograd.Function):
             return None, *torch.autograd.grad(ctx.function(x), (x, *ctx.parameters), gradients)
 
 
+class Inherits(Recomputes):
+    """Has the forward of its parent."""
+
+
+class Decorated(Recomputes):
+    """Has a forward inside of wrappers."""
+
+    @staticmethod
+    @torch.no_grad()
+    @partial(torch.amp.custom_fwd, device_type="cpu")
+    def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.x, ctx.parameters = function, x, parameters
+        out: Tensor = function(x)
+        return out
+
+
+class Separate(Recomputes):
+    """Has a forward without a context."""
+
+    @staticmethod
+    def forward(function: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = function(x)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function, ctx.x, *ctx.parameters = inputs
+
+
 class Own(nn.Module):
     """Checkpoints a function by an autograd function of its own."""
 
-    drops = False
+    drops, recomputes = False, Recomputes
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = attend(self, x) + Recomputes.apply(self._function, x, *self.parameters())  # type: ignore[no-untyped-call]
+        out: Tensor = attend(self, x) + self.recomputes.apply(self._function, x, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
     def _function(self, x: Tensor) -> Tensor:
@@ -103,10 +133,10 @@ class Own(nn.Module):
         return F.dropout(y, 0.5, self.training) if self.drops else attend(self, y)
 
 
-def _own(rank: int, world: int, drops: bool) -> None:
-    model = model_of(type("Trial", (Own,), {"drops": drops}), 1)
+def _own(rank: int, world: int, drops: bool, recomputes: type[Recomputes]) -> None:
+    model = model_of(type("Trial", (Own,), {"drops": drops, "recomputes": recomputes}), 1)
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
-    with pytest.raises(InterceptionError, match="is computed inside of Recomputes, a torch"):
+    with pytest.raises(InterceptionError, match=r"is computed inside of \w+, a torch.autograd.Function that"):
         model(_x().requires_grad_())
     with torch.no_grad():
         model(_x())  # there is no backward
@@ -114,9 +144,13 @@ def _own(rank: int, world: int, drops: bool) -> None:
     model(_x().requires_grad_())[0].sum().backward()
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_autograd_functions_that_recompute_attention_or_dropout_are_refused(run_ranks: RankPool, drops: bool) -> None:
-    run_ranks(2, _own, drops)
+@pytest.mark.parametrize(
+    ("drops", "recomputes"), [(True, Recomputes), *((False, x) for x in (Recomputes, Inherits, Decorated, Separate))]
+)
+def test_autograd_functions_that_recompute_attention_or_dropout_are_refused(
+    run_ranks: RankPool, drops: bool, recomputes: type[Recomputes]
+) -> None:
+    run_ranks(2, _own, drops, recomputes)
 
 
 def _masks(rank: int, world: int, reentrant: bool) -> tuple[Tensor, Tensor]:

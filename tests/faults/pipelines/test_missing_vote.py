@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.compat.torch_names import set_timeout
 from tests.harness import RankPool
 from tests.pipelines import table
 
@@ -45,7 +46,7 @@ def _missing(rank: int, world: int, calls: int, folder: str) -> list[str]:
 
 
 def _set_timeout(seconds: float) -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    set_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 @pytest.mark.parametrize("calls", [0, pytest.param(1, marks=pytest.mark.full)])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from lightning_cp.app.commands import plan as command
-from lightning_cp.app.planning import report
+from lightning_cp.app.planning import report, settings
 from lightning_cp.app.planning.settings import device_of
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.planning import search
+from lightning_cp.planning.devices import DEVICES, as_figures
 
 _FIGURES = b"tflops: 1\nmemory_gb: 2\nmemory_gbs: 3\nlink_gbs: 4\nnetwork_gbs: 5\n"
 
@@ -49,6 +52,35 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     for name, reason in (("none", "No such file or directory"), ("folder", "Is a directory")):
         with pytest.raises(SettingsError, match=f"gpu={tmp_path / name}.yaml cannot be read: {reason}"):
             device_of(str(tmp_path / f"{name}.yaml"))
+
+
+def test_a_file_of_before_is_not_calibrated(tmp_path: Path) -> None:
+    """The file of a calibration that did not measure every rate."""
+    figures = as_figures(replace(DEVICES["cpu"], source="measured"))
+    for missing in ("", "shards_share"):
+        file = tmp_path / f"device{missing}.yaml"
+        file.write_text(yaml.safe_dump({name: x for name, x in figures.items() if name != missing}))
+        device = device_of(str(file))
+        assert device.is_calibrated == (not missing)
+    assert device.source == "measured, but without shards_share"
+
+
+def test_an_older_plan_stays_if_writing_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    monkeypatch.setattr(report, "as_json", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        report.write_json(mock.Mock(), file)
+    assert file.read_text() == "{}"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_pipeline_with_a_time_per_token_is_known_by_its_index(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
+    assert not settings._read_folder(tmp_path)["time_per_token"]
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline", "expand_timesteps": true}')
+    assert settings._read_folder(tmp_path)["time_per_token"]
 
 
 @pytest.mark.parametrize("written", ["write_json", "draw"])

@@ -118,3 +118,11 @@ def test_the_page_of_bench_planning_has_errors_and_the_cost_of_the_first_choice(
     assert (first.choice.layout, cost) == (LAYOUTS[0], pytest.approx(1.25))
     assert "3 configurations: median error 25% (goal: at most 20%), 1 within 20%, largest 50%." in summary(result)
     assert "| wan | train | 4 | ring 4 | 1000 | 2000 | -50% |" in markdown(result)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_plan_with_sharded_weights_says_that_hsdp_is_not_planned(sharded: bool) -> None:
+    plan = _plan()
+    choices = tuple(replace(x, layout=replace(x.layout, sharded=sharded)) for x in plan.choices)
+    said = any("not planned: HSDP (replicate above 1)" in x for x in notes(replace(plan, choices=choices)))
+    assert said == sharded

@@ -13,12 +13,18 @@ import lightning_cp
 PACKAGE = Path(lightning_cp.__file__).parent
 RECIPES = PACKAGE.parent / "recipes"
 FOREIGN = ("torch", "diffusers", "lightning", "accelerate")
+_OF_PYTHON_FUNCTIONS = ("__func__", "__code__", "__globals__", "__closure__", "__defaults__", "__wrapped__")
 _DOTTED = re.compile(rf"({'|'.join(FOREIGN)})(\.\w+)*\._\w+(\.\w+)*")
 
 
 def is_private(name: str) -> bool:
     """Return True for a name with a leading underscore that is not a special name of Python."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def _is_internal(name: str) -> bool:
+    """Return True for a private name, and for what only functions written in Python have."""
+    return is_private(name) or name in _OF_PYTHON_FUNCTIONS
 
 
 @cache
@@ -38,8 +44,9 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the full name of each private name of a package in `FOREIGN`.
 
-    Found are imports, attribute chains on imported modules and classes (`torch._C.x`, `nn.Module._apply`), `getattr` on
-    these, and texts that are such a name ("torch._dynamo").
+    Found are imports, attribute chains on imported modules and classes (`torch._C.x`, `nn.Module._apply`), or on a
+    variable that is such a chain, `getattr` on these, and texts that are such a name ("torch._dynamo"). A method's
+    `__func__` and a function's `__code__` count as private: a later version may write the function in C.
     """
     names: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -48,6 +55,11 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 names[name] = full
                 if any(map(is_private, full.split("."))):
                     yield node.lineno, full  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            full = _full_name(node.value, names)
+            if full is not None:
+                names.setdefault(node.targets[0].id, full)
     documentation = set(_docstrings(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -55,7 +67,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
         elif isinstance(node, (ast.Attribute, ast.Call)):
             full = _full_name(node, names)
-            if full is not None and is_private(full.split(".")[-1]):
+            if full is not None and _is_internal(full.split(".")[-1]):
                 yield node.lineno, full
 
 

@@ -19,10 +19,22 @@ def _number(version: str) -> list[int]:
     return [int(part) for part in version.split(".")] + [0] * (3 - version.count(".") - 1)
 
 
+def _bounds(package: str) -> tuple[str, str]:
+    """The oldest and the newest version that pyproject.toml allows."""
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["finetune"]]
+    (bounds,) = (x.groups() for line in lines if (x := re.match(rf"{package}>=([\d.]+).*,<=([\d.]+)", line)))
+    return bounds
+
+
 @pytest.mark.parametrize("package", ["torch", "lightning", "diffusers"])
-def test_the_oldest_tested_version_is_the_oldest_that_can_be_installed(package: str) -> None:
-    (oldest,) = (found[1] for line in PROJECT["dependencies"] if (found := re.match(rf"{package}>=([\d.]+)", line)))
-    assert _number(oldest) == _number(TESTED[package][0])
+def test_the_tested_versions_are_those_that_can_be_installed(package: str) -> None:
+    assert list(map(_number, _bounds(package))) == list(map(_number, TESTED[package]))
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft"])
+def test_only_versions_that_were_tested_can_be_installed(package: str) -> None:
+    oldest, newest = map(_number, _bounds(package))
+    assert oldest <= _number(CONSTRAINTS[package]) <= newest
 
 
 @pytest.mark.parametrize("package", TESTED)

@@ -171,6 +171,50 @@ class _Counts(Plain):
         return (self.proj_out(x),)
 
 
+class _Shares(Plain):
+    """A model whose blocks have one module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(6)])
+        for block in self.blocks:
+            block.out = self.blocks[0].out
+
+
+class _OfEach(Plain):
+    """A model with a module for each block, outside of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(6)])
+        self.before = nn.ModuleList([nn.Linear(16, 16) for _ in self.blocks])
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block, before in zip(self.blocks, self.before):
+            x = block(before(x))
+        return (self.proj_out(x),)
+
+
+@pytest.mark.parametrize("kind", [_Shares, _OfEach])
+def test_blocks_that_do_not_count_for_others_are_all_traced(kind: type[nn.Module]) -> None:
+    plan = Plan(blocks={"blocks": {"x": split(1, "image")}}, gather={"proj_out": split(1, "image")})
+    layout, inputs = Layout(ring=2, sharded=True), {"x": _meta(2, 8, 16)}
+    short, full = (dry_run(kind, inputs, layout, plan=plan, every_block=x) for x in (False, True))
+    assert (short.peak, short.flops, short.sent_bytes()) == (full.peak, full.flops, full.sent_bytes())
+
+
+class _Fails(Plain):
+    """A model that refuses its inputs."""
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        raise ValueError("odd")
+
+
+def test_an_error_of_the_model_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"fails with these inputs, in test_dry_run.py, line \d+: .*: ValueError: odd"):
+        dry_run(_Fails, {"x": _meta(2, 8, 16)}, Layout(ring=2), plan=PLAIN_PLAN)
+
+
 class _OneBlock(nn.Module):
     """A model whose plan has no blocks."""
 

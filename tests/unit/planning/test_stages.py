@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from lightning_cp.device_profile import CPU
 from lightning_cp.mesh.groups import SINGLE_RANK
 from lightning_cp.planning.devices import device_named
-from lightning_cp.planning.models import MediaSize, diffusers_model
+from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.models import MediaSize, diffusers_model, of_dtype
+from lightning_cp.planning.pipeline import component_run
 from lightning_cp.planning.pipeline.component_run import ComponentRuns, dry_run_component, record_call
 from lightning_cp.planning.pipeline.components import (
     Component,
@@ -132,6 +134,24 @@ def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
     (problem,) = two.stages[0].problems
     assert problem.startswith("reader (_Reads) cannot be traced (")
     assert problem.endswith("only its weights are counted")
+
+
+def test_an_error_of_our_own_code_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        component = Component("linear", "encode", nn.Linear(8, 8), {"input": torch.empty(1, 8)})
+    assert not isinstance(ComponentRuns().run(component, 1, CPU, torch.float32), str)
+    monkeypatch.setattr(component_run, "links_of", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        ComponentRuns().run(component, 1, CPU, torch.float32)
+
+
+def test_a_time_per_token_is_planned() -> None:
+    flops = []
+    for per_token in (False, True):
+        model = diffusers_model("WanTransformer3DModel", WAN, MediaSize(32, 48, 9, text=7), time_per_token=per_token)
+        assert model.inputs["timestep"].shape == ((1, model.tokens) if per_token else (1,))
+        flops.append(dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), Layout(ring=2)).flops)
+    assert flops[1] > flops[0]
 
 
 @pytest.mark.parametrize("space", [8, 16])

@@ -87,6 +87,7 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
 
 
 def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: False)  # this process may have asked for GPUs
     with ready_to_launch("fork", LightningEnvironment(), on_gpus=True):
         pass
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)  # as in each process that is forked from here
