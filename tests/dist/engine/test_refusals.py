@@ -305,3 +305,19 @@ def test_a_whole_argument_with_the_length_of_a_shard_is_refused(
     for message in run_ranks(world, _whole_of_shard_length, name, argument, ulysses):
         assert f"({argument}) has " in message
         assert "were not split before: pass the whole input" in message
+
+
+def _too_few_heads(rank: int, world: int, name: str) -> str:
+    """Make a model parallel with more ranks than heads; nothing is computed. It stays as it was."""
+    model = TINY[name].build()
+    with pytest.raises(ShapeError) as caught:
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=6))
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["flux", pytest.param("kandinsky5", marks=pytest.mark.full)])
+def test_fewer_heads_than_the_ulysses_degree_are_refused_at_set_up(run_ranks: RankPool, name: str, world: int) -> None:
+    for message in run_ranks(world, _too_few_heads, name):
+        assert message.startswith("ulysses_degree=6 must be at most the number of query heads, 4, of ")
