@@ -55,7 +55,7 @@ class _FabricMixin(ContextParallelMixin):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
         reduced = super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc]
-        return sum_once(reduced, reduce_op, self.context.groups) if is_world(group) else reduced
+        return sum_once(reduced, reduce_op, self.context.step_groups) if is_world(group) else reduced
 
     @override
     def watch_trained(self, wrapper: nn.Module) -> None:

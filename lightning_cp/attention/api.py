@@ -118,7 +118,8 @@ def context_parallel_attention(
         mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
         With block_mask a rank sends each other rank of the ring only the keys of blocks that are not empty for that
         rank, in c exchanges with all ranks; "alltoall" mode rotates chunks if these keys would take more than two.
-        "alltoall" mode pads every tensor to 16 bytes. Without lengths, forward first exchanges 16 ints.
+        "alltoall" mode pads every tensor to 16 bytes. Without lengths, with block_mask, and in the first call of a
+        kind, forward first exchanges 18 ints.
     Gradient: exact for query, key and value, through out and lse. A second derivative raises NotImplementedError.
     Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
         again, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
@@ -133,7 +134,7 @@ def context_parallel_attention(
         handle = None if block_mask is None else handle_of(block_mask)
         sizes = [lengths_of(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
-        if q_lengths is None or kv_lengths is None:
+        if q_lengths is None or kv_lengths is None or block_mask is not None:
             report_refusal(groups)
         raise
     settings = settings_of(

@@ -6,7 +6,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -136,7 +135,7 @@ _MASKS = (
 )
 
 
-_SIGNATURE = 17  # ints that describe a rank's call; all zero: the rank rejected its arguments
+_SIGNATURE = 18  # ints that describe a rank's call; all zero: the rank rejected its arguments
 
 
 def report_refusal(groups: MeshGroups) -> None:
@@ -156,12 +155,15 @@ def exchange_lengths(
     groups: MeshGroups,
     settings: Settings,
     sparse: SparseMask | None = None,
+    compare: bool = False,
 ) -> Lengths:
     """Return the lengths of all ranks and the kind of mask; all-gather them if the arguments do not determine both.
 
-    Args: q_lengths, kv_lengths: number of queries and of keys on each rank of the context group; empty: unknown.
-    Ranks: all of `groups.context` if they exchange, that is, if lengths are missing or the lengths leave the kind of
-        mask open on some rank.
+    Args:
+        q_lengths, kv_lengths: number of queries and of keys on each rank of the context group; empty: unknown.
+        compare: compare the calls of all ranks in any case.
+    Ranks: all of `groups.context` if they exchange, that is, if they compare, if lengths are missing, or if the
+        lengths leave the kind of mask open on some rank.
     Raises: ShapeError on a rank with invalid arguments; PeerMismatchError on the other ranks if they exchange.
     """
 
@@ -170,36 +172,26 @@ def exchange_lengths(
         _check_lengths("q_lengths", q_lengths, q.shape[1], groups)
         _check_lengths("kv_lengths", kv_lengths, k.shape[1], groups)
 
-    size = groups.context_size
-    if are_known(q_lengths, kv_lengths, mask, groups):
+    size, is_known = groups.context_size, are_known(q_lengths, kv_lengths, mask, groups)
+    signatures = []
+    if compare or not is_known:
+        given = zlib.crc32(repr((q_lengths, kv_lengths)).encode()) if is_known else 0
+        signatures = _compare_calls(
+            q, k, mask, check=check, groups=groups, settings=settings, sparse=sparse, given=given
+        )
+    else:
         check()
+    if not is_known:
+        lengths = _lengths_of(signatures, has_mask=mask is not None)
+    else:
         lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
         if mask is not None:
             lengths = _add_mask_kind(lengths, mask, q, k)
-        if sparse is not None and groups.context is not None:
-            sparse.keep(("compared", groups.name), partial(_compare_block_masks, sparse, groups))
-    else:
-        lengths = _exchange(q, k, mask, check=check, groups=groups, settings=settings, sparse=sparse)
     if sparse is not None:
         sparse.check_shapes(q.shape[0], q.shape[2], sum(lengths.query), sum(lengths.key))
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
-
-
-def _compare_block_masks(sparse: SparseMask, groups: MeshGroups) -> bool:
-    """Check that ranks have the same mask, at its first use. Ranks: the context group. Raises: PeerMismatchError."""
-    assert groups.context is not None, "only several ranks compare"
-    checksums = [checksum for (checksum,) in all_gather_ints([sparse.checksum], group=groups.context)]
-    if len(set(checksums)) > 1:
-        raise PeerMismatchError(_DIFFERENT_MASKS.format(checksums))
-    return True
-
-
-_DIFFERENT_MASKS = (
-    "block_mask differs between the ranks of a context group (checksums {}): pass the mask of the whole sequence, the "
-    "same on all ranks"
-)
 
 
 def are_known(q_lengths: list[int], kv_lengths: list[int], mask: Tensor | None, groups: MeshGroups) -> bool:
@@ -241,7 +233,7 @@ def _possible_mask_kinds(mask_q: int, mask_k: int, own_q: int, own_k: int, all_k
     return [*kinds, "query_mask"] if mask_k == all_k and mask_q in (1, own_q) else kinds
 
 
-def _exchange(
+def _compare_calls(
     q: Tensor,
     k: Tensor,
     mask: Tensor | None,
@@ -250,14 +242,19 @@ def _exchange(
     groups: MeshGroups,
     settings: Settings,
     sparse: SparseMask | None,
-) -> Lengths:
-    """All-gather shapes, and a flag for valid arguments, so that bad input on one rank raises on all ranks."""
+    given: int,
+) -> list[list[int]]:
+    """All-gather shapes, and a flag for valid arguments, so that bad input on one rank raises on all ranks.
+
+    Args: given: checksum of the lengths that were passed to the call. Returns: the signature of each rank's call.
+    """
     refused: ValueError | None = None
     try:
         check()
         scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
-        shape += [zlib.crc32(repr(groups.shares).encode()), -1 if sparse is None else sparse.checksum]
+        shape += [zlib.crc32(repr(groups.shares).encode()), given]
+        shape += [-1 if sparse is None else sparse.checksum]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
     except ValueError as error:
@@ -271,15 +268,25 @@ def _exchange(
         raise PeerMismatchError(
             f"rank(s) {failed} of the context group got invalid arguments: see their error messages"
         )
+    block_masks = [other[-1] for other in signatures]
+    if len(set(block_masks)) > 1:
+        raise PeerMismatchError(
+            f"block_mask differs between the ranks of a context group (checksums {block_masks}; -1: no block_mask): "
+            "pass the mask of the whole sequence, the same on all ranks"
+        )
     if any(other[5:] != signature[5:] for other in signatures):
-        listing = "; ".join(f"rank {rank}: {other[5:]}" for rank, other in enumerate(signatures))
+        listing = "; ".join(f"rank {rank}: {other[5:-1]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, checksum of block_mask): "
+            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, of the lengths given): "
             f"{listing}"
         )
+    return signatures
+
+
+def _lengths_of(signatures: list[list[int]], *, has_mask: bool) -> Lengths:
     lengths = Lengths(tuple(other[1] for other in signatures), tuple(other[2] for other in signatures))
-    if mask is None:
+    if not has_mask:
         return replace(lengths, mask_query_sizes=(0,) * len(signatures))
     options = [
         _possible_mask_kinds(mask_q, mask_k, sq, sk, sum(lengths.key)) for _, sq, sk, mask_q, mask_k, *_ in signatures

@@ -38,12 +38,22 @@ def prepare_attention(
 ) -> Prepared:
     """Check a call, and return its exchanges. Kept for later calls, unless ranks have to exchange lengths.
 
+    With known lengths, ranks compare the first call of a kind. Every call with a block mask is compared, and so is
+    every call with the lengths of an earlier block mask: with other masks, or without one, other tokens are exchanged.
+
     Args, Ranks, Raises: see `exchange_lengths`.
     """
     groups = groups_by_name(settings.groups)
+    by_lengths = (tuple(q_lengths), tuple(kv_lengths))
+    tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
+    of_mask = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad)
+    facts = (tensors, of_mask, *by_lengths, settings)
+    is_known, compare = are_known(q_lengths, kv_lengths, mask, groups), False
+    if is_known and groups.context is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        compare = sparse is not None or by_lengths in groups.compared or facts not in groups.compared
 
-    def build() -> Prepared:
-        lengths = exchange_lengths(
+    def find_lengths() -> Lengths:
+        return exchange_lengths(
             q,
             k,
             v,
@@ -53,17 +63,22 @@ def prepare_attention(
             groups=groups,
             settings=settings,
             sparse=sparse,
+            compare=compare,
         )
-        encoded = encode_lengths(lengths)
-        ring, ulysses = _exchanges(lengths, q.shape[2], k.shape[2], settings, sparse, q.device)
+
+    lengths = find_lengths() if compare or not is_known else None
+    if compare:
+        groups.note_compared(facts if sparse is None else by_lengths)
+
+    def build() -> Prepared:
+        known = lengths or find_lengths()
+        encoded = encode_lengths(known)
+        ring, ulysses = _exchanges(known, q.shape[2], k.shape[2], settings, sparse, q.device)
         return Prepared(ring, ulysses, encoded)
 
-    if not are_known(q_lengths, kv_lengths, mask, groups):
+    if not is_known:
         return build()
-    tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
-    of_mask = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad)
-    keep = groups.keep if sparse is None else sparse.keep
-    return keep((tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
+    return (groups.keep if sparse is None else sparse.keep)(facts, build)
 
 
 def _exchanges(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -84,7 +85,17 @@ class AveragingCallback(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Drop the average: the checkpoint brings other weights, and its average of them follows if it has one."""
+        """Drop the average: the checkpoint brings other weights, and its average of them follows if it has one.
+
+        Raises: ValueError: training would go on from the average of a WeightAveraging, which the checkpoint holds as
+            the weights.
+        """
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and "averaging_state" in checkpoint and averaging_of(trainer, besides=self) is None:
+            raise ValueError(
+                "this checkpoint was written with Lightning's WeightAveraging, and its state_dict holds the averages: "
+                f"resume with that callback, not with {type(self).__name__}, or fit from weights without a checkpoint"
+            )
         self._average = self._saved = None
 
     @override
@@ -100,7 +111,7 @@ class AveragingCallback(Callback):
         """
         other = averaging_of(trainer, besides=self) if self._average is None else None
         if isinstance(other, WeightAveraging):
-            if other._average_model is None:  # no training step yet
+            if not was_updated(other):  # the average is of the initial weights
                 yield
                 return
             other._swap_models(pl_module)
@@ -145,7 +156,7 @@ class EMACallback(AveragingCallback):
 
     Args:
         decay: EMA decay (weight of the previous average), reached gradually: at step n at most (1 + n) / (10 + n).
-        evaluate: use the averages in validation and test epochs.
+        evaluate: use the averages in validation, test and predict epochs.
     Raises: ValueError, TypeError: bad settings.
     """
 
@@ -182,9 +193,25 @@ class EMACallback(AveragingCallback):
         self._swapped.close()
 
     @override
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Swap the averages into the module."""
+        self.on_validation_epoch_start(trainer, pl_module)
+
+    @override
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the training weights."""
+        self._swapped.close()
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the training weights after a failed evaluation."""
         self._swapped.close()
+
+
+def was_updated(average: WeightAveraging) -> bool:
+    """Return True if Lightning's callback has averaged weights: `update_starting_at_step` may be later."""
+    model = average._average_model
+    return model is not None and int(model.n_averaged) > 0
 
 
 def averaging_of(trainer: Trainer, *, besides: Callback) -> WeightAveraging | EMACallback | None:

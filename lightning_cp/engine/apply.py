@@ -19,7 +19,7 @@ from lightning_cp.engine.rules.compiling import compile_rules
 from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.tiles.feed_forwards import check_tiles
-from lightning_cp.errors import PlanError
+from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
@@ -105,6 +105,7 @@ def parallelize(
     if plan is None:
         raise NoPlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
+    _check_heads(module, config)
     groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
     session = Session(groups, config, rules, peers, kernel, backends_of(module))
@@ -144,6 +145,23 @@ def _check_untouched(module: nn.Module) -> None:
                 f"diffusers' own parallelism is enabled on {name}, which cannot be undone: load the model without "
                 "parallel_config and without enable_parallelism, then call apply_context_parallel"
             )
+
+
+def _check_heads(module: nn.Module, config: ContextParallelConfig) -> None:
+    """Check the number of query heads, if it is known: otherwise the first forward does. Raises: ShapeError."""
+    values = dict(getattr(module, "config", None) or {})
+    named = [x for name in _HEADS if isinstance(x := values.get(name), int)]
+    attentions = [x for x in module.modules() if hasattr(x, "set_processor")]
+    counts = [getattr(x, "heads", getattr(x, "num_heads", None)) for x in attentions]
+    heads = named or [n for n in counts if isinstance(n, int)]
+    if heads and max(heads) < config.ulysses:
+        raise ShapeError(
+            f"ulysses_degree={config.ulysses} must be at most the number of query heads, {max(heads)}, of "
+            f"{type(module).__name__}: use ring_degree for more ranks"
+        )
+
+
+_HEADS = ("num_attention_heads", "n_heads", "num_heads", "dit_heads")  # in configurations of diffusers' models
 
 
 def no_plan_message(kind: type) -> str:

@@ -39,6 +39,7 @@ class MeshGroups:
         data_rank, data_size: index of this context group, and number of context groups.
         shares: weight of each rank of the context group, by which tokens are divided; None: equal.
         kept: values that were derived from shapes and settings, see `keep`.
+        compared: what ranks of the context group have found to be equal, see `note_compared`.
     """
 
     name: str
@@ -52,6 +53,13 @@ class MeshGroups:
     data_size: int
     shares: Shares | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    compared: set[Hashable] = field(default_factory=set, repr=False)
+
+    def note_compared(self, facts: Hashable) -> None:
+        """Note what the ranks of the context group have compared, at the same time on all of them."""
+        if len(self.compared) >= _KEPT:
+            self.compared.clear()
+        self.compared.add(facts)
 
     def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for these facts before, or build it; kept as long as the groups."""
@@ -147,7 +155,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         equal, key = built[key], (key, weights)
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
-            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={})
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={}, compared=set())
     groups_of_mesh: MeshGroups = built[key]
     return groups_of_mesh
 

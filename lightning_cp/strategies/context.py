@@ -44,6 +44,7 @@ class ContextParallel:
         matched: keys of `plans` and `modules` that matched a module.
         sessions: sessions of the transformers.
         degrees: groups of the context degrees that a step can use; None before the ranks are started.
+        degree, step_groups: context degree and groups of the current step, see `use_degree`.
     """
 
     settings: StrategySettings
@@ -52,6 +53,8 @@ class ContextParallel:
     matched: set[Any] = field(default_factory=set, init=False)
     sessions: WeakSet[Session] = field(default_factory=WeakSet, init=False)
     degrees: DegreeGroups | None = field(default=None, init=False)
+    degree: int | None = field(default=None, init=False)
+    step_groups: MeshGroups | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         check_kernel(self.settings.kernel)
@@ -89,7 +92,7 @@ class ContextParallel:
 
     def set_up(self) -> MeshGroups:
         """Build the process groups. Ranks: the whole world."""
-        self.groups = groups_for(self.config, self.settings.shares)
+        self.groups = self.step_groups = groups_for(self.config, self.settings.shares)
         compare_shares(self.groups)
         assert not isinstance(self.settings.degrees, str), '"auto" is replaced before'
         self.degrees = DegreeGroups.build(self.config, self.groups, self.settings.degrees)
@@ -99,7 +102,8 @@ class ContextParallel:
         """Compute the following forwards in context groups of `degree` ranks; see `DegreeGroups.use`."""
         self.initialized_groups()
         assert self.degrees is not None, "built with the groups"
-        self.degrees.use(degree, self.sessions)
+        self.step_groups = self.degrees.use(degree, self.sessions)
+        self.degree = degree
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
         """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
@@ -107,8 +111,10 @@ class ContextParallel:
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
             watch_stalls(host=host, after_s=self.settings.stall_s, timeout_s=timeout_s)
 
-    def initialized_groups(self) -> MeshGroups:
-        """Return the groups. Raises: RuntimeError: the process groups are not initialized yet."""
+    def initialized_groups(self, *, of_step: bool = False) -> MeshGroups:
+        """Return the groups, or those of the current step. Raises: RuntimeError: they are not initialized yet."""
+        if of_step and self.step_groups is not None:
+            return self.step_groups
         if self.groups is None:
             raise RuntimeError(
                 "the process groups are not initialized yet: call fabric.launch() or trainer.fit() first"
@@ -125,6 +131,8 @@ class ContextParallel:
             installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
         ]
         self.sessions.update(one.session for one in installed)
+        if self.degree is not None and installed:
+            self.use_degree(self.degree)
         return installed
 
     def finish_checks(self, *, within_s: float = 1.0) -> None:
@@ -238,8 +246,8 @@ class ContextParallel:
         Gradient: a slice; backward pads with zeros.
         Raises: ValueError: a name that is not in the batch, or `order` does not hold each position once.
         """
-        seen: set[str] = set()
-        result = _sharded(batch, dims, None, seen, lambda x, dim: own_shard(x, dim, self.initialized_groups(), order))
+        seen, groups = set[str](), self.initialized_groups(of_step=True)
+        result = _sharded(batch, dims, None, seen, lambda x, dim: own_shard(x, dim, groups, order))
         absent = [name for name in dims if name not in seen]
         if absent:
             raise ValueError(f"dims={dict(dims)} names {absent[0]!r}, which is not in the batch")
@@ -251,7 +259,7 @@ class ContextParallel:
         Args: order: the order that `shard` got, to undo it; None: keep the order of the shards.
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
-        return gather_uneven(x, dim, self.initialized_groups(), order)
+        return gather_uneven(x, dim, self.initialized_groups(of_step=True), order)
 
     def loss_on_shards(self) -> AbstractContextManager[None]:
         """Leave out the gather of the transformers' outputs in this context, for `sample_means`."""
@@ -263,7 +271,8 @@ class ContextParallel:
         Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
         samples, then shard them. Raises: RuntimeError: the process groups are not initialized yet.
         """
-        return torch.Generator(device).manual_seed(hashed_seed(f"{seed}/{self.initialized_groups().data_rank}"))
+        groups = self.initialized_groups(of_step=True)
+        return torch.Generator(device).manual_seed(hashed_seed(f"{seed}/{groups.data_rank}"))
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """Weight a mean loss over local tokens, so that averaged gradients are those of the mean over all tokens.
@@ -274,7 +283,7 @@ class ContextParallel:
         Returns: loss x context size x tokens / tokens of the context group.
         Ranks: the whole context group. Source: gradients are averaged over all ranks (see docs).
         """
-        groups = self.initialized_groups()
+        groups = self.initialized_groups(of_step=True)
         if groups.context is None:
             return loss
         counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]

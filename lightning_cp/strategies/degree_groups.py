@@ -47,10 +47,10 @@ class DegreeGroups:
         shards = {degree: Shard(groups.data_rank, groups.data_size) for degree, (_, groups) in self.built.items()}
         return StepDegrees(shards, self.by_tokens)
 
-    def use(self, degree: int | None, sessions: Iterable[Session]) -> None:
+    def use(self, degree: int | None, sessions: Iterable[Session]) -> MeshGroups:
         """Compute the following forwards of models in context groups of `degree` ranks; None: the largest degree.
 
-        Ranks: the whole world. Raises: ValueError: no groups were built for this degree.
+        Returns: the groups. Ranks: the whole world. Raises: ValueError: no groups were built for this degree.
         """
         chosen = max(self.built) if degree is None else degree
         if chosen not in self.built:
@@ -58,3 +58,4 @@ class DegreeGroups:
         config, groups = self.built[chosen]
         for session in sessions:
             session.use(config, groups)
+        return groups

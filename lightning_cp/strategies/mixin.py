@@ -168,8 +168,10 @@ class ContextParallelMixin:
     def use_degree(self, degree: int | None) -> None:
         """Compute the following forwards, and their backwards, in context groups of `degree` ranks.
 
-        Gradients are averaged over all ranks at every degree. Call it on all ranks between a backward and the next
-        forward. The ranks of a group need the same samples: those of `step_degrees.shards[degree]`.
+        `shard`, `gather`, `local_mean`, `generator`, `all_gather` and sums over ranks follow it; `data_rank` and the
+        samplers are those of ring x ulysses. Gradients are averaged over all ranks at every degree. Call it on all
+        ranks between a backward and the next forward. The ranks of a group need the same samples: those of
+        `step_degrees.shards[degree]`.
 
         Args: degree: one of `step_degrees.shards`; None: ring x ulysses.
         Raises: ValueError: the degree is not in `degrees`.
@@ -248,10 +250,10 @@ class ContextParallelMixin:
 
         Args: group: process group to gather from instead; each of its ranks counts.
         """
-        if self.context.groups is None or not is_world(group):
+        if self.context.step_groups is None or not is_world(group):
             everyones: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
             return everyones
-        return gather_once(tensor, self.context.groups, differentiable=sync_grads)
+        return gather_once(tensor, self.context.step_groups, differentiable=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (with `all=False`: any rank) decided for it."""

@@ -42,24 +42,25 @@ class ArgumentHook(EngineHook):
             if not self.session.succeeded:
                 call.block = self.name
                 call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
-        positional, named = list(args), dict(kwargs)
+        positional, named, call = list(args), dict(kwargs), self.session.current()
+        before = tuple(call.lengths)
         if self.refused:
             refuse_arguments(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:
-                named[name] = self._shard(named[name], spec, name)
+                named[name] = self._shard(named[name], spec, name, before)
             elif 0 <= position < len(positional):
-                positional[position] = self._shard(positional[position], spec, name)
+                positional[position] = self._shard(positional[position], spec, name, before)
         return tuple(positional), named
 
-    def _shard(self, value: Any, spec: Spec, name: str) -> Any:
+    def _shard(self, value: Any, spec: Spec, name: str, before: Sequence[str]) -> Any:
         shown = f"{self.name}({name})"
         if self.rule.always:
             return shard_unconditionally(value, spec, name=shown, session=self.session)
         if self.rule.gathers:
             return unshard(value, spec, name=shown, session=self.session)
-        return shard(value, spec, name=shown, session=self.session, strict=self.rule.is_block)
+        return shard(value, spec, name=shown, session=self.session, strict=self.rule.is_block, before=before)
 
 
 @dataclass(eq=False)
@@ -76,7 +77,8 @@ class OutputHook(EngineHook):
         if not rule.always and rule.gathers:
             return unshard(output, rule.spec, name=name, session=session, late=session.keeps_shards)
         if not rule.always:
-            return shard(output, rule.spec, name=name, session=session, strict=True)
+            before = tuple(session.current().lengths)
+            return shard(output, rule.spec, name=name, session=session, strict=True, before=before)
         assert isinstance(rule.spec, tuple), "compile_rules makes a tuple, one spec for each output"
         values = [output] if isinstance(output, Tensor) else list(output)
         if rule.gathers and len(values) != len(rule.spec):

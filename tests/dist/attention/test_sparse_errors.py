@@ -62,28 +62,64 @@ def _different(rank: int, world: int, kind: str, ulysses: bool) -> list[str]:
 def test_different_masks_raise_on_all_ranks(run_ranks: RankPool, world: int, kind: str, ulysses: bool) -> None:
     for known, exchanged, later in run_ranks(world, _different, kind, ulysses):
         assert known.startswith("PeerMismatchError: block_mask differs between the ranks of a context group"), known
-        assert exchanged.startswith("PeerMismatchError: ranks of one context group called attention differently")
-        assert "checksum of block_mask" in exchanged
+        assert exchanged == known
         assert later == ""
 
 
-def _one_rank_without(rank: int, world: int) -> list[str]:
-    """Attend with a mask on all ranks but the last, and with an argument that is no mask on the last."""
-    mask = _window(LENGTH * world, 3)
-    missing = _attend(world, None if rank == world - 1 else mask, ulysses=False, known=False)
-    other = _attend(world, "a mask" if rank == world - 1 else mask, ulysses=False, known=False)
-    return [missing, other, _attend(world, mask, ulysses=False, known=False)]
+def _one_rank_without(rank: int, world: int, known: bool, ulysses: bool) -> list[str]:
+    """Attend with a mask on all ranks but the last: at first, then with masks that were used before."""
+    mask, other, is_last = _window(LENGTH * world, 3), _window(LENGTH * world, 2), rank == world - 1
+    return [
+        _attend(world, None if is_last else mask, ulysses, known),
+        _attend(world, "a mask" if is_last else mask, ulysses, known),
+        _attend(world, mask, ulysses, known),
+        _attend(world, None, ulysses, known),
+        _attend(world, None if is_last else mask, ulysses, known),
+        _attend(world, other, ulysses, known),
+        _attend(world, other if is_last else mask, ulysses, known),
+        _attend(world, _window(LENGTH * world, 4) if is_last else mask, ulysses, known),
+        _attend(world, _window(LENGTH * world, 3) if is_last else mask, ulysses, known),  # equal: no error
+    ]
 
 
+@pytest.mark.parametrize("ulysses", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_mask_on_some_ranks_raises_on_all(run_ranks: RankPool, world: int) -> None:
-    for rank, (missing, other, later) in enumerate(run_ranks(world, _one_rank_without)):
-        assert missing.startswith("PeerMismatchError: ranks of one context group called attention differently")
+def test_a_mask_on_some_ranks_raises_on_all(run_ranks: RankPool, world: int, known: bool, ulysses: bool) -> None:
+    for rank, errors in enumerate(run_ranks(world, _one_rank_without, known, ulysses)):
+        missing, other, *right = (errors[i] for i in (0, 1, 2, 3, 5, 8))
+        assert right == [""] * 4
+        for error in (missing, errors[4], *errors[6:8]):
+            assert error.startswith("PeerMismatchError: block_mask differs between the ranks of a context group"), error
         if rank == world - 1:
             assert other.startswith("TypeError: block_mask is a str: it must be a BlockMask")
         else:
             assert other.startswith(f"PeerMismatchError: rank(s) [{world - 1}] of the context group got invalid")
-        assert later == ""
+
+
+def _different_calls(rank: int, world: int) -> list[str]:
+    """Attend with lengths that no other test has, and a setting or a mask that one rank has alone."""
+    errors, odd = [], rank == world - 1
+    for extra, given in enumerate(({"is_causal": odd}, {"scale": 1.0 + odd}, {"attn_mask": odd}, {"q_lengths": odd})):
+        x = torch.randn(1, 20 + extra, 4, 8)
+        lengths = [20 + extra] * world
+        more: dict[str, Any] = {"q_lengths": lengths, "kv_lengths": lengths, **given}
+        if "attn_mask" in given:
+            more["attn_mask"] = torch.ones(1, 20 + extra, dtype=torch.bool) if odd else None
+        if "q_lengths" in given:
+            more["q_lengths"] = None if odd else lengths
+        try:
+            context_parallel_attention(x, x, x, parallel_config=ContextParallelConfig(ring_degree=world), **more)
+            errors.append("")
+        except PeerMismatchError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_the_first_calls_of_a_kind_are_compared_with_known_lengths(run_ranks: RankPool, world: int) -> None:
+    for errors in run_ranks(world, _different_calls):
+        assert all("called attention differently" in error for error in errors), errors
 
 
 def _wrong_length(rank: int, world: int, known: bool) -> list[str]:

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_cp import apply_context_parallel
 from lightning_cp.attention import attend_across, context_parallel_attention
 from lightning_cp.attention.call import settings_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig
-from lightning_cp.errors import KernelError, PeerMismatchError, ShapeError
+from lightning_cp.errors import KernelError, PeerMismatchError, PlanError, ShapeError
 from lightning_cp.kernels import choice
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
+from tests.models import TINY
 
 MODES = {"ring": (3, 1), "ring alltoall": (3, 1), "ulysses": (1, 3)}
 S, H, D = 4, 6, 8
@@ -274,3 +276,48 @@ def _without_group(rank: int, world: int) -> None:
 
 def test_degrees_above_one_without_a_process_group_are_refused(run_ranks: RankPool) -> None:
     run_ranks(1, _without_group, init=False)
+
+
+def _whole_of_shard_length(rank: int, world: int, name: str, argument: str, ulysses: bool) -> str:
+    """Pass as many positions as rank 0's shard has tokens, to all ranks."""
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    apply_context_parallel(model, ContextParallelConfig(*((1, world) if ulysses else (world, 1))))
+
+    def cut(x: Tensor) -> Tensor:
+        return x[: -(-len(x) // world)]
+
+    given = arguments[argument]
+    arguments[argument] = cut(given) if isinstance(given, Tensor) else tuple(map(cut, given))
+    with torch.no_grad(), pytest.raises(PlanError) as caught:
+        model(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ulysses", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("flux", "img_ids"), ("cogvideox", "image_rotary_emb"), ("flux", "txt_ids")],
+)
+def test_a_whole_argument_with_the_length_of_a_shard_is_refused(
+    run_ranks: RankPool, name: str, argument: str, world: int, ulysses: bool
+) -> None:
+    for message in run_ranks(world, _whole_of_shard_length, name, argument, ulysses):
+        assert f"({argument}) has " in message
+        assert "were not split before: pass the whole input" in message
+
+
+def _too_few_heads(rank: int, world: int, name: str) -> str:
+    """Make a model parallel with more ranks than heads; nothing is computed. It stays as it was."""
+    model = TINY[name].build()
+    with pytest.raises(ShapeError) as caught:
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=6))
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["flux", pytest.param("kandinsky5", marks=pytest.mark.full)])
+def test_fewer_heads_than_the_ulysses_degree_are_refused_at_set_up(run_ranks: RankPool, name: str, world: int) -> None:
+    for message in run_ranks(world, _too_few_heads, name):
+        assert message.startswith("ulysses_degree=6 must be at most the number of query heads, 4, of ")

@@ -232,3 +232,34 @@ def test_modules_and_plans_are_named_by_class_name_or_path_and_must_be_there(run
     for told in run_ranks(2, _selection, init=False):
         assert all("'Plian'" in message for message in told[:2])
         assert "no plan is registered" in told[2]
+
+
+def _of_the_step(rank: int, world: int, degree: int) -> tuple[bool, list[Any]]:
+    """Whether the helpers for shards follow a smaller degree, and this rank's draws: at both degrees, in that order."""
+    strategy = ContextParallelStrategy(ring=world, degrees={8: degree})
+    fabric_of(rank, world, strategy)
+    draws, is_right = [], True
+    for size in (world, degree, world):
+        strategy.use_degree(None if size == world else degree)
+        first, group = rank // size * size, rank // size
+        sample = torch.arange(6.0) + 10 * group
+        own = strategy.shard({"x": sample}, {"x": 0})["x"].requires_grad_()
+        counts = [len(x) for x in torch.tensor_split(sample, size)]
+        weighted = strategy.local_mean(own.mean(), len(own))
+        is_right &= len(own) == counts[rank - first]
+        is_right &= torch.equal(strategy.gather(own, 0), sample)
+        is_right &= torch.isclose(weighted, own.mean() * size * len(own) / 6).item()
+        is_right &= strategy.all_gather(torch.tensor(group)).tolist() == list(range(world // size))
+        is_right &= strategy.all_reduce(torch.tensor(1.0), reduce_op="sum") == world // size
+        draws.append(torch.rand(3, generator=strategy.generator(5)).tolist())
+    return bool(is_right), draws
+
+
+@pytest.mark.parametrize(("world", "degree"), [(2, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_helpers_for_shards_follow_the_degree_of_the_step(run_ranks: RankPool, world: int, degree: int) -> None:
+    found = run_ranks(world, _of_the_step, degree, init=False)
+    assert all(is_right for is_right, _ in found)
+    for rank, (_, (largest, smaller, again)) in enumerate(found):
+        assert largest == again == found[0][1][0]
+        assert smaller == found[rank // degree * degree][1][1]
+    assert len({tuple(draws[1]) for _, draws in found}) == world // degree
