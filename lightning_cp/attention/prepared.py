@@ -38,8 +38,9 @@ def prepare_attention(
 ) -> Prepared:
     """Check a call, and return its exchanges. Kept for later calls, unless ranks have to exchange lengths.
 
-    With known lengths, ranks compare the first call of a kind. Every call with a block mask is compared, and so is
-    every call with the lengths of an earlier block mask: with other masks, or without one, other tokens are exchanged.
+    With known lengths, ranks compare the first call of a kind, and the first call with a block mask. On CPU they compare
+    every call with a block mask, and every call with the lengths of an earlier one: with other masks, or without one,
+    other tokens are exchanged. On CUDA the host would wait for the GPU in each of these calls.
 
     Args, Ranks, Raises: see `exchange_lengths`.
     """
@@ -48,9 +49,11 @@ def prepare_attention(
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
     of_mask = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad)
     facts = (tensors, of_mask, *by_lengths, settings)
+    of_call = (*facts, None if sparse is None else sparse.checksum)
     is_known, compare = are_known(q_lengths, kv_lengths, mask, groups), False
     if is_known and groups.context is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        compare = sparse is not None or by_lengths in groups.compared or facts not in groups.compared
+        is_sparse = not q.is_cuda and (sparse is not None or by_lengths in groups.compared)
+        compare = is_sparse or of_call not in groups.compared
 
     def find_lengths() -> Lengths:
         return exchange_lengths(
@@ -68,7 +71,9 @@ def prepare_attention(
 
     lengths = find_lengths() if compare or not is_known else None
     if compare:
-        groups.note_compared(facts if sparse is None else by_lengths)
+        groups.note_compared(of_call)
+        if sparse is not None:
+            groups.note_compared(by_lengths)
 
     def build() -> Prepared:
         known = lengths or find_lengths()
