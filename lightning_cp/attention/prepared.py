@@ -38,7 +38,7 @@ def prepare_attention(
 ) -> Prepared:
     """Check a call, and return its exchanges. Kept for later calls, unless ranks have to exchange lengths.
 
-    With known lengths, ranks compare the first call of a kind, and the first call with a block mask. On CPU they compare
+    With known lengths, ranks compare the first call of a kind, and the first with a block mask. On CPU they compare
     every call with a block mask, and every call with the lengths of an earlier one: with other masks, or without one,
     other tokens are exchanged. On CUDA the host would wait for the GPU in each of these calls.
 

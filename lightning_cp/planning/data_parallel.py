@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.compat.fsdp_names import allow_returned_views, weights_of_unit
 from lightning_cp.engine.apply import Installed
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.pipelines.placement.sharding import layers_with_weights
+from lightning_cp.pipelines.placement.sharding import gather_ahead, layers_with_weights
 from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.step import Shards, Weights
 from lightning_cp.strategies.fsdp_units import find_fsdp_units
@@ -95,6 +95,8 @@ def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh, task
         allow_returned_views(sharded)
         sharded.unshard()  # FSDP2 pads the shards at first use, and not in each step
         sharded.reshard()
+    if samples:
+        gather_ahead(model, units, mesh)
 
 
 def local_weight(x: nn.Parameter) -> nn.Parameter:

@@ -42,8 +42,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segments: what was recorded; `mark` begins the next one.
         tracker: the memory.
         at_mark: called before a segment ends.
-        weights_link: link of FSDP2's transfers. On `WORLD`, its units are parts of one FSDP model, and the next one is
-            gathered ahead. On `WEIGHTS`, each is a model, and its gather waits for what was computed before.
+        weights_link: link of FSDP2's transfers, which gather the next weights ahead.
     """
 
     def __init__(self, links: Mapping[dist.ProcessGroup, str]) -> None:
@@ -116,8 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # the sends of a halo exchange, for example, have lists of tensors
         others = abs(args[0].numel() - args[1].numel()) * args[0].element_size()  # all shards but this rank's
         if name == "c10d::_allgather_base_":
-            is_ahead = self.weights_link == WORLD
-            self._gathers.append(self._start(self.weights_link, others, of_shards=True, is_ahead=is_ahead))
+            self._gathers.append(self._start(self.weights_link, others, of_shards=True, is_ahead=True))
         else:
             self._start(self.weights_link, others, of_shards=True)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -188,15 +189,38 @@ def shard_layers(
         device = sampling_device(ranks)
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
-            # Every layer is a root FSDP module, which by default is not resharded after its forward.
             whole = _other_dtypes(layer) | adapter_parameters(layer)  # adapters can then be changed as in one process
             kind = type(layer)
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
             register_block_subclass(kind, type(layer))
         components[name].to(device)
+        gather_ahead(components[name], layers, mesh)
         _refuse_changes(name, components[name], _REFUSED if name in transformers else _REFUSED_IN_ENCODERS)
         if name in transformers:
             adapt_shards(name, components[name])
+
+
+def gather_ahead(component: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Let the sharded layers of a component be gathered while the layer before computes.
+
+    FSDP2 does this for the parts of one root module. The component cannot be the root, because its class would change,
+    so its calls run inside of another module that also holds the layers.
+    """
+    root = _Layers(layers)
+    fully_shard(root, mesh=mesh, ignored_params=set(root.parameters()))
+    root(lambda: None)  # now it is the root, also if a layer is called alone before the component
+    intercept_calls(component, lambda call, args, kwargs: root(partial(call, *args, **kwargs)))
+
+
+class _Layers(nn.Module):
+    """Layers of a component, and a forward that calls a function in which they run."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> None:

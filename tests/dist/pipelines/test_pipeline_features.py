@@ -220,6 +220,27 @@ def test_features_with_sharded_weights(run_ranks: RankPool, feature: str, when: 
         assert spread
 
 
+def _gathers(rank: int, world: int) -> tuple[int, int, int]:
+    """Return the number of forwards, of waits of all later gathers for what was computed before, and of gathers."""
+    pipe = _pipe("flux_true_cfg")
+    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    _output(pipe, "flux_true_cfg")
+    forwards: list[int] = []
+    pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _output(pipe, "flux_true_cfg")
+    names = [event.name for event in profile.events()]
+    gathers = sum(name.startswith("FSDP::all_gather (") or name == "FSDP::all_gather" for name in names)
+    return len(forwards), names.count("FSDP::root_pre_forward"), gathers
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_only_the_first_layer_is_gathered_after_what_was_computed_before(run_ranks: RankPool, world: int) -> None:
+    for forwards, waits, gathers in run_ranks(world, _gathers):
+        assert waits == forwards == 4
+        assert gathers == 4 * forwards, "of 2 + 2 layers"
+
+
 def _changes_shards(rank: int, world: int, feature: str) -> str:
     pipe = _pipe("flux_true_cfg")
     parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
