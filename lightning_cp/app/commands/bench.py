@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Failure, Job, LocalLauncher, Machine
@@ -216,7 +215,7 @@ def _real_workloads(config: DictConfig) -> list[str]:
     return [x for x in config.workloads if x not in ONE_PROCESS]
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("bench"), config_name="bench")
+@command("bench", "bench")
 def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw_data, draw_workload

@@ -11,13 +11,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_cp.app import terminal
 from lightning_cp.app.planning.settings import request_of, scaling_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.terminal import print_error, printable, rich_text
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _scale(request: "Request", devices: "list[Device]", ranks: list[int], folder
     return 0 if any(x.fitting for x in found) else 1
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("plan"), config_name="plan")
+@command("plan", "plan")
 def main(config: DictConfig) -> None:
     """Plan, and exit with the code of the result if it is not 0."""
     code = run(config, Path(HydraConfig.get().runtime.output_dir))

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.command import command
+from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
@@ -197,7 +197,7 @@ def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConf
     console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="sample")
+@command("sample")
 def main(config: DictConfig) -> float | None:
     """Check the settings and start the ranks."""
     return run_recipe(config, target=f"{__name__}:sample", check=check_sampling)

@@ -10,10 +10,10 @@ import time
 from functools import partial
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
-from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.command import command
+from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.target import reads_settings
@@ -109,7 +109,7 @@ def summarise_training(
     print(f"  {files}  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
+@command("train")
 def main(config: DictConfig) -> float | None:
     """Check the settings and start the ranks. Returns: in a sweep the objective, the mean of the last losses."""
     return run_recipe(config, target=f"{__name__}:train")

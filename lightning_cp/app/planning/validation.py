@@ -16,7 +16,7 @@ from lightning_cp.app.benchmark.measure import low_quartile
 from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.planning.ranks import Case, run_on_ranks
 from lightning_cp.app.planning.settings import request_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Failure
 from lightning_cp.planning.devices import Device, as_figures, device_named

@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.commands import console
 from lightning_cp.app.commands.console import COMMANDS
-from lightning_cp.app.runs.recipe import check_config, conf_dir
+from lightning_cp.app.runs.command import conf_dir
+from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.sampling.step_cache import enable_cache
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
