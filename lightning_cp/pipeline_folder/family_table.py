@@ -59,7 +59,7 @@ _EXPERIMENTS = {  # families that share an experiment, or have one of another na
 
 
 def experiments_of(family: str) -> list[str]:
-    """Return the experiments of recipes/train.py that are for a family."""
+    """Return the experiments of lightning-cp train that are for a family."""
     names = _EXPERIMENTS.get(family) or (family.removesuffix("_image_to_video"),)
     return [f"finetune_{name}" for name in names]
 

@@ -2,8 +2,8 @@
 
 Also measure how long training waits for a latent cache, and how many samples a second precompute encodes.
 
-    python recipes/bench.py
-    python recipes/bench.py bench=quick
+    lightning-cp bench
+    lightning-cp bench bench=quick
 
 Writes bench.csv, a picture per workload and a trace per subject to the run directory. `--help` lists the
 settings.
@@ -183,7 +183,7 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
 
 
 def calibrate_device(config: DictConfig, folder: Path) -> None:
-    """Measure the rates of this machine with the largest number of ranks, and write device.yaml for recipes/plan.py."""
+    """Measure this machine's rates with the largest number of ranks, and write device.yaml for lightning-cp plan."""
     with temporary_folder() as scratch:
         result, settings = folder / "device.yaml", scratch / "settings.yaml"
         OmegaConf.save({"device": config.device, "result": str(result.absolute())}, settings)
@@ -194,7 +194,7 @@ def calibrate_device(config: DictConfig, folder: Path) -> None:
         print(f"error: {outcome.failure.describe()}", file=sys.stderr)
         sys.exit(outcome.exit_code)
     print(result.read_text(encoding="utf-8"))
-    print(f"use it with: python recipes/plan.py gpu={result} …")
+    print(f"use it with: lightning-cp plan gpu={result} …")
 
 
 def validate_plans(config: DictConfig, folder: Path) -> None:
@@ -284,7 +284,7 @@ def main(config: DictConfig) -> None:
             with writing_new(page.with_name(name)) as copy:
                 copy.write_bytes(path.read_bytes())
         overrides = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
-        command = shlex.join(["python", "recipes/bench.py", *overrides])
+        command = shlex.join(["lightning-cp", "bench", *overrides])
         with writing_new(page):
             page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
     console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")

@@ -1,6 +1,6 @@
 """Check a plan: run a model alone and context-parallel in every mode, and print which outputs and gradients differ.
 
-    python recipes/check.py model=my_model.py plan=my_model.py
+    lightning-cp check model=my_model.py plan=my_model.py
 
 docs/plans.md explains the steps. `--help` lists the settings. Exit code 1 if something differs.
 """

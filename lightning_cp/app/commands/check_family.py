@@ -1,6 +1,6 @@
 """Check a model family: prove that training feeds the transformer as the pipeline does when it samples.
 
-    python recipes/check_family.py pretrained=my-pipeline
+    lightning-cp check-family pretrained=my-pipeline
 
 docs/families.md explains the four proofs. `--help` lists the settings. The exit code is 1 if a proof fails.
 """

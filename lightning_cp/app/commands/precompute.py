@@ -1,7 +1,7 @@
 """Encode a data set of pictures or videos once, so that fine-tuning needs neither the VAE nor the text encoders.
 
-    python recipes/precompute.py model.pretrained=my-pipeline data.path=clips output=latents
-    python recipes/precompute.py … 'precompute.sizes=[[480,832]]' precompute.frames=81 devices=8
+    lightning-cp precompute model.pretrained=my-pipeline data.path=clips output=latents
+    lightning-cp precompute … 'precompute.sizes=[[480,832]]' precompute.frames=81 devices=8
 
 It starts the ranks itself, and continues where an interrupted run stopped. `--help` lists the settings.
 """

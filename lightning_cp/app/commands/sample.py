@@ -1,9 +1,9 @@
-"""Sample from a checkpoint of recipes/train.py, or with a diffusers pipeline, on one rank or several.
+"""Sample from a checkpoint of lightning-cp train, or with a diffusers pipeline, on one rank or several.
 
-    python recipes/sample.py                                     the newest checkpoint under outputs
-    python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
-    python recipes/sample.py source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
-    python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
+    lightning-cp sample                                     the newest checkpoint under outputs
+    lightning-cp sample strategy=cp ring=2 cfg=2            on four ranks
+    lightning-cp sample source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
+    lightning-cp sample cache=first_block cache.threshold=0.1  with a step cache
 
 It starts the ranks itself. `--help` lists the settings.
 """

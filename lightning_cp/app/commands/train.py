@@ -1,7 +1,7 @@
 """Train a small diffusers transformer on real digits, sample from it, and show the result.
 
-    python recipes/train.py                       one process
-    python recipes/train.py strategy=cp ring=2    two ranks share the tokens of each sample
+    lightning-cp train                       one process
+    lightning-cp train strategy=cp ring=2    two ranks share the tokens of each sample
 
 It needs no launcher, no download and no GPU: it starts the ranks itself. `--help` lists the settings.
 """

@@ -153,7 +153,7 @@ def markdown(result: Validation) -> str:
     lines = [
         "# Predicted and measured times",
         "",
-        f"`python recipes/bench.py bench=planning` on {machine_name()}; load averages before each number of ranks and "
+        f"`lightning-cp bench bench=planning` on {machine_name()}; load averages before each number of ranks and "
         f"at the end: {loads}.",
         "",
         *summary(result),

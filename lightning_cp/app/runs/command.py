@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs.run_folder import refuse
 from lightning_cp.app.settings.known import KnownSettings
+from lightning_cp.compat.packages import missing_package
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises its errors; otherwise it prints them, with its advice
 _NOT_A_KEY = re.compile(r"Could not override '([^'@]+)'\.(?:\s+No match in the defaults list\.)?\s+To append")
@@ -49,7 +50,12 @@ def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]]
             known = KnownSettings(_files(part), name, HydraConfig.get().runtime.choices)
             for key in known.unknown(OmegaConf.to_container(config)):  # type: ignore[arg-type]
                 refuse(known.error(key, shown))
-            return run(config)
+            try:
+                return run(config)
+            except Exception as error:
+                if (message := missing_package(error, shown)) is None:
+                    raise
+                refuse(message)
 
         adds = _FULL_ERROR not in os.environ
         entry = hydra.main(version_base="1.3", config_path=conf_dir(part), config_name=name)(checked)
