@@ -1,1 +1,1 @@
-"""Settings of recipes/bench.py: a folder of its own, since `bench=` is one group of settings for all of it."""
+"""Settings of lightning-cp bench: a folder of its own, since `bench=` is one group of settings for all of it."""

@@ -1,1 +1,1 @@
-"""Settings of recipes/check.py: a folder of its own, so that `model=` is a file and no group of recipes/train.py."""
+"""Settings of lightning-cp check: its own folder, so that `model=` is a file and no group of lightning-cp train."""

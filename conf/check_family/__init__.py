@@ -1,1 +1,1 @@
-"""Settings of recipes/check_family.py."""
+"""Settings of lightning-cp check-family."""

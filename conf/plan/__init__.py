@@ -1,1 +1,1 @@
-"""Settings of recipes/plan.py: a folder of its own, so that `model=` is a name and no group of recipes/train.py."""
+"""Settings of lightning-cp plan: a folder of its own, so that `model=` is a name and no group of lightning-cp train."""

@@ -11,7 +11,7 @@ import sys
 from hydra import compose, initialize_config_dir
 
 from lightning_cp.app.planning.settings import request_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import of_dtype
 from lightning_cp.planning.recording import StepSettings

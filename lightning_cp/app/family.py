@@ -1,4 +1,4 @@
-"""The family of the denoisers of `recipes/train.py`: an example of a family for models without a pipeline."""
+"""The family of the denoisers of `lightning-cp train`: an example of a family for models without a pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LabelledClips(Family):
     @classmethod
     @override
     def read_facts(cls, pipe: Any) -> Facts:
-        raise NotImplementedError("the denoisers of recipes/train.py have no pipeline: give the number of classes")
+        raise NotImplementedError("the denoisers of lightning-cp train have no pipeline: give the number of classes")
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:

@@ -32,7 +32,9 @@ def read_metric_rows(metrics: Path) -> Iterator[dict[str, float]]:
             raise ValueError(f"{metrics} is damaged in line {rows.line_num}: {list(row.values())}") from error
 
 
-def show_from_zero(axes: Any) -> None:
-    """Let the y axis begin at 0 and end 5 % above the highest finite value, so that no curve is cut off."""
-    highest = axes.dataLim.y1
-    axes.set_ylim(0, 1.05 * highest if math.isfinite(highest) and highest > 0 else None)
+def show_whole(axes: Any) -> None:
+    """Let the y axis reach 5 % beyond the finite values, so that curves fill the plot and none is cut off."""
+    lowest, highest = axes.dataLim.y0, axes.dataLim.y1
+    if math.isfinite(lowest) and math.isfinite(highest) and highest > lowest:
+        margin = 0.05 * (highest - lowest)
+        axes.set_ylim(lowest - margin, highest + margin)

@@ -15,7 +15,7 @@ from lightning_cp.training.memory import peak_memory_bytes
 
 
 class StepMetrics(Callback):
-    """Log the measurements that `recipes/train.py` writes to metrics.csv, to the loggers of the Trainer.
+    """Log the measurements that `lightning-cp train` writes to metrics.csv, to the loggers of the Trainer.
 
     "grad_norm" is the norm of the gradient before clipping, also of sharded gradients; "step_time_s" the time since the
     end of the last step; "peak_memory_gib" the peak memory of rank 0. A step is an optimizer step: with

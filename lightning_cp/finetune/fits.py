@@ -126,7 +126,7 @@ def check_cache(
         replaced: facts that settings of the objective replace, so that they may differ.
     Raises: FamilyError: names the fact, its value in the cache, and the pipeline's.
     """
-    again = "encode the data with this pipeline (recipes/precompute.py, another output)"
+    again = "encode the data with this pipeline (lightning-cp precompute, another output)"
     for name, (part, value) in pipeline.items():
         stored = family.facts.get(name, value)
         if name not in replaced and not _are_equal(stored, value):

@@ -53,7 +53,7 @@ class _Steps(list[int]):
 class FineTuning(LightningModule):
     """Fine-tune a transformer on stored samples, alone or with a strategy of lightning_cp.
 
-    `recipes/train.py` trains this module, with a Trainer or, by calling its methods, with Fabric.
+    `lightning-cp train` trains this module, with a Trainer or, by calling its methods, with Fabric.
 
     Logs "loss" (of an expert also "loss_<its name>"), "sigma" (the mean noise level) and, in Lightning's validation,
     "val_loss". Noise, times and the order of the data depend on the seed and the number of batches only, so a run that

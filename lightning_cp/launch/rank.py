@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from lightning_cp.compat.packages import missing_package
 from lightning_cp.files import new_file
 from lightning_cp.launch import channel
 from lightning_cp.launch.job import Failure, FailureKind
@@ -79,6 +80,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         )
     if isinstance(cause, Stopped):
         return Failure(rank, FailureKind.STOPPED, message, text, exit_code=cause.exit_code)
+    if (missing := missing_package(cause, "this run")) is not None:
+        return Failure(rank, FailureKind.REFUSED, missing, text)
     if was_raised_for_the_user(cause):
         return Failure(rank, FailureKind.REFUSED, " ".join(message.split()) or name, text)
     return Failure(rank, FailureKind.RAISED, f"{name}: {message}", text)

@@ -54,8 +54,8 @@ def check_made_by(cache: Path, settings: Mapping[str, Any], pipeline: str | Path
     if changed:
         raise StaleCacheError(
             f"data.path={cache} was encoded with another {' and another '.join(changed)} than model.pretrained="
-            f"{pipeline} has: encode the data with this pipeline (recipes/precompute.py, another output), or train the "
-            "pipeline that made the cache"
+            f"{pipeline} has: encode the data with this pipeline (lightning-cp precompute, another output), or train "
+            "the pipeline that made the cache"
         )
 
 

@@ -48,6 +48,22 @@ def family_of_pipeline(kind: object) -> str | None:
     return by_pipeline.get(str(kind)) or by_pipeline.get(str(kind).replace("Modular", ""))
 
 
+_EXPERIMENTS = {  # families that share an experiment, or have one of another name than finetune_<family>
+    "flux_kontext": ("kontext",),
+    "flux2_klein": ("flux2",),
+    "ltx_condition": ("ltx",),
+    "qwen_image_edit_plus": ("qwen_image_edit",),
+    "wan": ("wan", "wan22"),
+    "wan_image_to_video": ("wan", "wan22"),
+}
+
+
+def experiments_of(family: str) -> list[str]:
+    """Return the experiments of lightning-cp train that are for a family."""
+    names = _EXPERIMENTS.get(family) or (family.removesuffix("_image_to_video"),)
+    return [f"finetune_{name}" for name in names]
+
+
 PLAIN_PIPELINES = {  # modular pipelines with another name than the pipeline that is not modular
     "Flux2KleinBaseModularPipeline": "Flux2KleinPipeline",
     "Wan22ModularPipeline": "WanPipeline",

@@ -76,7 +76,7 @@ def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:
     if found is None:
         known = ", ".join(device.name for device in DEVICES.values())
         raise ValueError(
-            f"the figures of {name} are not known, only those of {known}: set the degrees by hand; recipes/plan.py "
+            f"the figures of {name} are not known, only those of {known}: set the degrees by hand; lightning-cp plan "
             "proposes them with figures that you give"
         )
     return replace(DEVICES[found], memory_gb=memory / GB, node_ranks=node_ranks)

@@ -67,7 +67,7 @@ def problem_of(layout: Layout, model: PlannedModel) -> str | None:
 
 
 def overrides_of(layout: Layout, task: Task, batch_size: int = 1, stages: str = "together") -> list[str]:
-    """Return the settings of recipes/train.py or recipes/sample.py for a layout.
+    """Return the settings of lightning-cp train or lightning-cp sample for a layout.
 
     Args:
         batch_size: samples of a rank's step; the recipe's is that of all data ranks.

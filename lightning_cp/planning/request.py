@@ -109,7 +109,7 @@ class Request:
         return 2 if self.task == "sample" and self.model.guided and layout.cfg == 1 else 1
 
     def overrides(self, layout: Layout) -> list[str]:
-        """Return the settings of recipes/train.py or recipes/sample.py for a layout."""
+        """Return the settings of lightning-cp train or lightning-cp sample for a layout."""
         tiles = [] if self.mlp_tiles is None else [f"mlp_tiles={self.mlp_tiles}"]
         return [*overrides_of(layout, self.task, self.batch_size, self.stages), *tiles]
 

@@ -212,7 +212,9 @@ class ContextParallel:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
             line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
         if not installed and self.size > 1:
-            line += "; no transformer with a plan: only what calls context_parallel_attention is parallel"
+            line += (
+                "; no transformer with a plan: only calls of context_parallel_attention are parallel (docs/plans.md)"
+            )
         if groups.ulysses is not None:
             nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
             if len(nodes) > 1:

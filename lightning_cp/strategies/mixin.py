@@ -354,7 +354,7 @@ class ContextParallelMixin:
         """Log the layout in one line on rank 0. Call it under the precision of the forward."""
         line = self.context.describe(installed, ranks_per_node=self._lightning.num_processes)
         if line is not None:
-            rank_zero_only(_log.info)(line)
+            rank_zero_only(_log.info if installed or self.context.size == 1 else _log.warning)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         return self.context.wrap(module)

@@ -2,7 +2,7 @@
 
     python -m lightning_cp.app.benchmark.patches_quality RUN PLOT.png [COUNT]
 
-RUN is the folder of a run of recipes/train.py on digits. One process draws the same samples exactly, and for each
+RUN is the folder of a run of lightning-cp train on digits. One process draws the same samples exactly, and for each
 number of patches and of warm-up evaluations. The result does not depend on the number of stages
 (docs/pipefusion_reference.md).
 """

@@ -2,7 +2,7 @@
 
     python -m lightning_cp.app.benchmark.step_caches RUN PLOT.png [COUNT]
 
-RUN is the folder of a run of recipes/train.py on digits. One process on one thread draws the same samples without a
+RUN is the folder of a run of lightning-cp train on digits. One process on one thread draws the same samples without a
 cache and with FirstBlockCache at several thresholds. Time is CPU time, which other programs on the machine change less
 than wall time.
 """

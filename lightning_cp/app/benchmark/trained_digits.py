@@ -67,7 +67,7 @@ class Panel(NamedTuple):
 
 
 def load_digits(run: Path, count: int) -> TrainedDigits:
-    """Load the last checkpoint of a run of recipes/train.py, for `count` samples on one rank."""
+    """Load the last checkpoint of a run of lightning-cp train, for `count` samples on one rank."""
     config = read_foreign_run(run / ".hydra" / RESOLVED)
     module: Any = load_denoiser(config, find_checkpoint(str(run), run))
     data, parallel = config.data, ContextParallelConfig()

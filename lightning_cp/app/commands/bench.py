@@ -2,8 +2,8 @@
 
 Also measure how long training waits for a latent cache, and how many samples a second precompute encodes.
 
-    python recipes/bench.py
-    python recipes/bench.py bench=quick
+    lightning-cp bench
+    lightning-cp bench bench=quick
 
 Writes bench.csv, a picture per workload and a trace per subject to the run directory. `--help` lists the
 settings.
@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Failure, Job, LocalLauncher, Machine
@@ -184,7 +183,7 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
 
 
 def calibrate_device(config: DictConfig, folder: Path) -> None:
-    """Measure the rates of this machine with the largest number of ranks, and write device.yaml for recipes/plan.py."""
+    """Measure this machine's rates with the largest number of ranks, and write device.yaml for lightning-cp plan."""
     with temporary_folder() as scratch:
         result, settings = folder / "device.yaml", scratch / "settings.yaml"
         OmegaConf.save({"device": config.device, "result": str(result.absolute())}, settings)
@@ -195,7 +194,7 @@ def calibrate_device(config: DictConfig, folder: Path) -> None:
         print(f"error: {outcome.failure.describe()}", file=sys.stderr)
         sys.exit(outcome.exit_code)
     print(result.read_text(encoding="utf-8"))
-    print(f"use it with: python recipes/plan.py gpu={result} …")
+    print(f"use it with: lightning-cp plan gpu={result} …")
 
 
 def validate_plans(config: DictConfig, folder: Path) -> None:
@@ -216,7 +215,7 @@ def _real_workloads(config: DictConfig) -> list[str]:
     return [x for x in config.workloads if x not in ONE_PROCESS]
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("bench"), config_name="bench")
+@command("bench", "bench")
 def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw_data, draw_workload
@@ -285,7 +284,7 @@ def main(config: DictConfig) -> None:
             with writing_new(page.with_name(name)) as copy:
                 copy.write_bytes(path.read_bytes())
         overrides = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
-        command = shlex.join(["python", "recipes/bench.py", *overrides])
+        command = shlex.join(["lightning-cp", "bench", *overrides])
         with writing_new(page):
             page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
     console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")

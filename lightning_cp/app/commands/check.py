@@ -1,6 +1,6 @@
 """Check a plan: run a model alone and context-parallel in every mode, and print which outputs and gradients differ.
 
-    python recipes/check.py model=my_model.py plan=my_model.py
+    lightning-cp check model=my_model.py plan=my_model.py
 
 docs/plans.md explains the steps. `--help` lists the settings. Exit code 1 if something differs.
 """
@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
@@ -116,7 +115,7 @@ def _show(rows: list[dict[str, Any]], config: DictConfig) -> None:
     console.print("exact in every mode" if passed else f"differs by more than {config.tolerance:.0e}, see above")
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("check"), config_name="check")
+@command("check", "check")
 def main(config: DictConfig) -> None:
     """Check the settings, run all modes, and exit with 1 if something differs."""
     code = run(config)

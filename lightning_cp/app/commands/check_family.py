@@ -1,6 +1,6 @@
 """Check a model family: prove that training feeds the transformer as the pipeline does when it samples.
 
-    python recipes/check_family.py pretrained=my-pipeline
+    lightning-cp check-family pretrained=my-pipeline
 
 docs/families.md explains the four proofs. `--help` lists the settings. The exit code is 1 if a proof fails.
 """
@@ -11,12 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
@@ -121,7 +120,7 @@ def _show(title: str, proofs: list[Any]) -> None:
     console.print(table)
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("check_family"), config_name="check_family")
+@command("check_family", "check_family")
 def main(config: DictConfig) -> None:
     """Check the settings, run the proofs, and exit with their result."""
     code = run(config)

@@ -1,6 +1,6 @@
 """Compare the exactness of diffusers' own context parallelism and of ours on 3 CPU ranks in float64.
 
-    python recipes/compare.py
+    lightning-cp compare
 
 Prints the table in README. diffusers has no CPU kernel for its ring, so it uses ours here; the rest of it runs
 unchanged. An entry is the largest error relative to one process's largest value, or the exception that was raised.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.app.terminal import print_error
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
@@ -137,7 +138,13 @@ def _model_on_cpu() -> float:
 
 
 def main() -> int:
-    """Start the ranks."""
+    """Start the ranks. Returns: the exit code."""
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+        return 0
+    if sys.argv[1:]:
+        print_error(f"{sys.argv[1]} is not valid: lightning-cp compare has no settings")
+        return 2
     # Where diffusers raises, it leaves collectives without a wait; torch would warn of them when the ranks end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with temporary_folder() as folder:
@@ -146,5 +153,5 @@ def main() -> int:
         target = f"{__name__}:compare_with_diffusers"
         result = LocalLauncher().launch(Job(target, settings, RANKS, folder / "logs", threads=1))
     if result.failure is not None:
-        print(f"error: {result.failure.describe()}", file=sys.stderr)
+        print_error(result.failure.describe())
     return result.exit_code

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
+
+from lightning_cp import __version__
+from lightning_cp.compat.packages import missing_package
 
 COMMANDS = {
     "train": "train a small transformer on digits, or fine-tune a pretrained one",
@@ -25,13 +29,10 @@ def main() -> int | None:
         sys.argv = [f"lightning-cp {name}", *sys.argv[2:]]
         try:
             command = import_module(f"lightning_cp.app.commands.{name.replace('-', '_')}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith("lightning_cp"):
+        except ImportError as error:
+            if (message := missing_package(error, f"lightning-cp {name}")) is None:
                 raise
-            print(
-                f"error: lightning-cp {name} needs the package {error.name}: pip install 'lightning-cp[recipes]'",
-                file=sys.stderr,
-            )
+            print(f"error: {message}", file=sys.stderr)
             return 2
         code: int | float | None = command.main()
         return code if isinstance(code, int) else None  # in a sweep, train returns a loss
@@ -39,8 +40,14 @@ def main() -> int | None:
         width = max(map(len, COMMANDS))
         print("usage: lightning-cp COMMAND [setting=value …]; `lightning-cp COMMAND --help` lists its settings\n")
         print("\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items()))
+        print("\n`lightning-cp --version` prints the version.")
         return 0
-    print(f"error: {name!r} is no command of lightning-cp: use one of {', '.join(COMMANDS)}", file=sys.stderr)
+    if name in ("-V", "--version"):
+        print(f"lightning-cp {__version__}")
+        return 0
+    close = get_close_matches(name, COMMANDS, 1)
+    meant = f"did you mean {close[0]}? All are" if close else "use one of"
+    print(f"error: {name!r} is no command of lightning-cp: {meant} {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 

@@ -1,7 +1,7 @@
 """Show versions, devices and kernels of this machine, and test each mode of attention on 2 and 3 ranks.
 
-    python recipes/doctor.py                 under a minute on two CPU cores; needs no GPU
-    python recipes/doctor.py timeout=120     on a busy machine: time limit in seconds for each number of ranks (25)
+    lightning-cp doctor                 under a minute on two CPU cores; needs no GPU
+    lightning-cp doctor timeout=120     on a busy machine: time limit in seconds for each number of ranks (25)
 
 It ends with a verdict. Exit codes: 0: everything works; 1: something fails; 2: an argument is not valid; 3: the time
 limit was exceeded, which can also mean that the machine is busy.

@@ -1,6 +1,6 @@
 """Plan the degrees of parallelism: which layouts of the ranks fit, how long a step takes, and what bounds it.
 
-    python recipes/plan.py model=flux_dev ranks=8 gpu=h100
+    lightning-cp plan model=flux_dev ranks=8 gpu=h100
 
 Runs our own engine on tensors without storage, in one process without a GPU. Writes plan.json and plan.png to the run
 directory. docs/planning.md explains the table, and `--help` lists the settings. Exit code 1 if nothing fits.
@@ -11,14 +11,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_cp.app import terminal
 from lightning_cp.app.planning.settings import request_of, scaling_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.terminal import print_error, printable, rich_text
+from lightning_cp.compat.packages import missing_package
 
 if TYPE_CHECKING:
     from lightning_cp.planning.devices import Device
@@ -43,7 +43,7 @@ def run(config: DictConfig, folder: Path) -> int:
         if config.measure and found.choices:
             found = measured(found, config.measure, config, folder, lambda line: console.print(rich_text(line)))
     except (ValueError, ImportError) as error:
-        print_error(" ".join(str(error).split()))
+        print_error(missing_package(error, "lightning-cp plan") or " ".join(str(error).split()))
         return 2
     except StoppedError as error:
         print_error(str(error))
@@ -87,7 +87,7 @@ def _scale(request: "Request", devices: "list[Device]", ranks: list[int], folder
     return 0 if any(x.fitting for x in found) else 1
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("plan"), config_name="plan")
+@command("plan", "plan")
 def main(config: DictConfig) -> None:
     """Plan, and exit with the code of the result if it is not 0."""
     code = run(config, Path(HydraConfig.get().runtime.output_dir))

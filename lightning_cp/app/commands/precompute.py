@@ -1,7 +1,7 @@
 """Encode a data set of pictures or videos once, so that fine-tuning needs neither the VAE nor the text encoders.
 
-    python recipes/precompute.py model.pretrained=my-pipeline data.path=clips output=latents
-    python recipes/precompute.py … 'precompute.sizes=[[480,832]]' precompute.frames=81 devices=8
+    lightning-cp precompute model.pretrained=my-pipeline data.path=clips output=latents
+    lightning-cp precompute … 'precompute.sizes=[[480,832]]' precompute.frames=81 devices=8
 
 It starts the ranks itself, and continues where an interrupted run stopped. `--help` lists the settings.
 """
@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
+from lightning_cp.app.runs.command import command
 from lightning_cp.app.runs.precompute import check_precompute
-from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
@@ -100,7 +100,7 @@ def report_precomputed(result: object, output: Path) -> None:
         )
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir("precompute"), config_name="precompute")
+@command("precompute", "precompute")
 def main(config: DictConfig) -> float | None:
     """Check the settings and start the ranks."""
     return run_recipe(config, target=f"{__name__}:encode", check=check_precompute)

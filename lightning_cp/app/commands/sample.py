@@ -1,9 +1,9 @@
-"""Sample from a checkpoint of recipes/train.py, or with a diffusers pipeline, on one rank or several.
+"""Sample from a checkpoint of lightning-cp train, or with a diffusers pipeline, on one rank or several.
 
-    python recipes/sample.py                                     the newest checkpoint under outputs
-    python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
-    python recipes/sample.py source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
-    python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
+    lightning-cp sample                                     the newest checkpoint under outputs
+    lightning-cp sample strategy=cp ring=2 cfg=2            on four ranks
+    lightning-cp sample source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
+    lightning-cp sample cache=first_block cache.threshold=0.1  with a step cache
 
 It starts the ranks itself. `--help` lists the settings.
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.command import command
+from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
@@ -197,7 +197,7 @@ def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConf
     console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="sample")
+@command("sample")
 def main(config: DictConfig) -> float | None:
     """Check the settings and start the ranks."""
     return run_recipe(config, target=f"{__name__}:sample", check=check_sampling)

@@ -1,19 +1,20 @@
 """Train a small diffusers transformer on real digits, sample from it, and show the result.
 
-    python recipes/train.py                       one process
-    python recipes/train.py strategy=cp ring=2    two ranks share the tokens of each sample
+    lightning-cp train                       one process
+    lightning-cp train strategy=cp ring=2    two ranks share the tokens of each sample
 
 It needs no launcher, no download and no GPU: it starts the ranks itself. `--help` lists the settings.
 """
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
-from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.command import command
+from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.target import reads_settings
@@ -88,28 +89,35 @@ def fine_tune(config: DictConfig) -> None:
             on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-            summarise_training(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
+            summarise_training(config, run, seconds=time.perf_counter() - started)
 
     fit_model(config, FineTune.of, after_step=draw_sometimes, at_end=finish)
 
 
-def summarise_training(
-    config: DictConfig, run: Any, *, seconds: float, recognised: float | None = None, files: str = "samples/final.png"
-) -> None:
+_RESULTS = ("lora", "transformer", "transformer_2", "controlnet", "best", "saved", "samples")  # folders of results
+
+
+def summarise_training(config: DictConfig, run: Any, *, seconds: float, recognised: float | None = None) -> None:
     """Print in a few lines what was done and where the files are."""
+    from lightning_cp.checkpoint import parse_manifest
+
     state = run.state
+    done = 0 if config.resume is None else parse_manifest(Path(config.resume)).step
+    resumed = f" ({done + 1} to {state.step})" if done else ""
     ranks = config.data_parallel * config.ring * config.ulysses
     spread = f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}"
-    print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
+    where = f"{ranks} {config.accelerator} rank(s) = {spread}"
+    print(f"Trained {state.step - done} steps{resumed} in {seconds:.0f} s on {where}.")
     if state.skipped:
         print(f"{state.skipped} of these steps were skipped, because their loss or gradient was not finite.")
     if recognised is not None:
         print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
     print(printable(run.folder.path))
-    print(f"  {files}  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
+    results = [f"{name}/" for name in _RESULTS if any(run.folder.path.glob(f"{name}/*"))]
+    print("  " + "  ".join([*results, "loss.png", "metrics.csv", "checkpoints/", ".hydra/"]), flush=True)
 
 
-@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
+@command("train")
 def main(config: DictConfig) -> float | None:
     """Check the settings and start the ranks. Returns: in a sweep the objective, the mean of the last losses."""
     return run_recipe(config, target=f"{__name__}:train")

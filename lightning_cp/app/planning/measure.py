@@ -64,7 +64,7 @@ def measured(
 
     Args:
         number: number of layouts to measure.
-        settings: settings of recipes/plan.py.
+        settings: settings of lightning-cp plan.
         folder: for the logs of the ranks.
         report: called with one line for each layout.
     Returns: the plan with the measured layouts first. The order does not change if all fail.

@@ -23,7 +23,7 @@ _WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts of one request, which are measured in turn. Attributes: settings: settings of recipes/plan.py."""
+    """Layouts of one request, which are measured in turn. Attributes: settings: settings of lightning-cp plan."""
 
     settings: DictConfig
     layouts: Sequence[Layout]

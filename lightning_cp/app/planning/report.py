@@ -82,7 +82,7 @@ def notes(plan: Plan) -> list[str]:
     if not device.is_calibrated:
         lines.append(
             f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
-            "them. To measure rates: python recipes/bench.py calibrate=true"
+            "them. To measure rates: lightning-cp bench calibrate=true"
         )
     return lines
 

@@ -16,7 +16,7 @@ from lightning_cp.app.benchmark.measure import low_quartile
 from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.planning.ranks import Case, run_on_ranks
 from lightning_cp.app.planning.settings import request_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.launch import Failure
 from lightning_cp.planning.devices import Device, as_figures, device_named
@@ -153,7 +153,7 @@ def markdown(result: Validation) -> str:
     lines = [
         "# Predicted and measured times",
         "",
-        f"`python recipes/bench.py bench=planning` on {machine_name()}; load averages before each number of ranks and "
+        f"`lightning-cp bench bench=planning` on {machine_name()}; load averages before each number of ranks and "
         f"at the end: {loads}.",
         "",
         *summary(result),

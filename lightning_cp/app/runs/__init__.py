@@ -1,6 +1,7 @@
 """One run or one sweep: its settings, folder, launcher, records, and resubmission on SLURM. Imports no torch."""
 
-from lightning_cp.app.runs.recipe import check_config, conf_dir, run_recipe
+from lightning_cp.app.runs.command import conf_dir
+from lightning_cp.app.runs.recipe import check_config, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.runs.slurm import register_resolvers
 

@@ -1,4 +1,4 @@
-"""Check the settings of `python recipes/precompute.py`.
+"""Check the settings of `lightning-cp precompute`.
 
 Imports neither torch nor diffusers.
 """

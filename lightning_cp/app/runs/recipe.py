@@ -40,17 +40,6 @@ _RANK_ZERO_REPORTS_S = 30.0  # rank 0 reports a configuration error within this 
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def conf_dir(part: str = "") -> str:
-    """Return Hydra's configuration path: `conf` next to the package (in a clone), otherwise the installed one.
-
-    Args: part: subfolder of `conf`; "" for `conf` itself.
-    """
-    root = Path(__file__).resolve().parents[3]
-    if all((root / name).is_file() for name in ("conf/train.yaml", "recipes/train.py")):
-        return str(root / "conf" / part)
-    return f"pkg://lightning_cp.conf.{part}".rstrip(".")
-
-
 @dataclass(frozen=True)
 class CheckedRun:
     """A valid, resolved configuration and the world it runs on.

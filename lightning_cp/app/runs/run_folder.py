@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.experimental.callback import Callback
@@ -215,13 +215,18 @@ def _choose_folder(config: DictConfig, kind: str) -> None:
             _claim(folder, config, key)
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
     except SettingsError as error:
-        if is_rank_zero or _only_this_rank_failed():
-            print_error(error)
-        raise SystemExit(_REFUSED_EXIT_CODE) from None
+        refuse(error)
     if is_new:
         config.hydra[kind].dir = str(folder)
     if is_new and kind == "sweep":  # each job composes its configuration from these overrides
         config.hydra.overrides.hydra.append(f"{key}={QuotedString(str(folder), Quote.single).with_quotes()}")
+
+
+def refuse(error: object) -> NoReturn:
+    """Print a configuration error that all ranks of a launcher have, on the first rank, and exit with code 2."""
+    if is_first(launcher_env(os.environ)) or _only_this_rank_failed():
+        print_error(error)
+    raise SystemExit(_REFUSED_EXIT_CODE) from None
 
 
 def _only_this_rank_failed() -> bool:

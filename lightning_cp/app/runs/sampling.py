@@ -1,4 +1,4 @@
-"""Check the settings of `python recipes/sample.py`, for a checkpoint of a run or a diffusers pipeline.
+"""Check the settings of `lightning-cp sample`, for a checkpoint of a run or a diffusers pipeline.
 
 Imports neither torch nor diffusers.
 """

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_cp.app.metrics import read_metric_rows, show_from_zero
+from lightning_cp.app.metrics import read_metric_rows, show_whole
 from lightning_cp.app.runs import slurm
 from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes
 from lightning_cp.app.settings.table import SettingsError
@@ -183,27 +183,32 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     FigureCanvasAgg(figure)
     curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     palette = [f"C{i % 10}" for i in range(len(trained))]  # line styles distinguish more than ten
+    best = min((x for x in trained if not math.isnan(x.objective)), key=lambda x: x.objective, default=None)
     noise = []
     for i, outcome in enumerate(trained):
         rows = list(read_metric_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
-        if outcome.status is Status.FAILED:
-            label += " (failed)"
+        label += " (failed)" if outcome.status is Status.FAILED else " (best)" if outcome is best else ""
         style = ("-", "--", "-.", ":")[(i + i // 10) % 4]  # equal curves overlap
-        curves.plot(steps, losses, style, color=palette[i], lw=1.4, label=label)
+        width, order = (2.6, 3) if outcome is best else (1.2, 2)
+        curves.plot(steps, losses, style, color=palette[i], lw=width, zorder=order, label=label)
+        validated = [(row["step"], row["val_loss"]) for row in rows if not math.isnan(row.get("val_loss", math.nan))]
+        if validated:
+            curves.plot(*zip(*validated), "o", color=palette[i], ms=4 if outcome is best else 3, mec="black", mew=0.5)
         noise.append(_noise([row["step_time_s"] for row in rows]))
-    curves.set(xlabel="step", ylabel="loss")
+    has_dots = any(not math.isnan(outcome.val_loss) for outcome in trained)
+    curves.set(xlabel="step", ylabel="loss (dots: validation)" if has_dots else "loss")
     curves.xaxis.get_major_locator().set_params(integer=True)
-    show_from_zero(curves)
+    show_whole(curves)
     curves.legend(frameon=False, fontsize=8)
-    positions, labels = range(len(trained)), [f"{outcome.job}: {_degrees_text(outcome)}" for outcome in trained]
+    positions = range(len(trained))
+    labels = [f"{outcome.job}: {_degrees_text(outcome)}{note}" for outcome, note in zip(trained, noise)]
     for axes, values, name in (
         (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
         (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
     ):
-        bars = axes.barh(positions, values, color=palette)
-        axes.bar_label(bars, noise, label_type="center", fontsize=8, color="white")
+        axes.barh(positions, values, color=palette)
         axes.set(xlabel=name, yticks=positions, yticklabels=labels)
         axes.invert_yaxis()
     for axes in (curves, times, speeds):
@@ -218,7 +223,7 @@ def _noise(times_s: list[float]) -> str:
     if len(times_s) < 4:
         return ""
     lower, middle, upper = statistics.quantiles(times_s, n=4)
-    return f"spread {100 * (upper - lower) / middle:.0f} %" if upper - lower > 0.3 * middle else ""
+    return f"\nspread {100 * (upper - lower) / middle:.0f} %" if upper - lower > 0.3 * middle else ""
 
 
 def _table(outcomes: list[Outcome]) -> Table:

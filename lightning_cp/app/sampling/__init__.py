@@ -1,1 +1,1 @@
-"""Samples of `recipes/train.py` and `recipes/sample.py`: files, contact sheets and digit recognition."""
+"""Samples of `lightning-cp train` and `lightning-cp sample`: files, contact sheets and digit recognition."""

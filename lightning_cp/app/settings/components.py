@@ -8,11 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import read_json
+from lightning_cp.pipeline_folder.family_table import FAMILIES, experiments_of, family_of_pipeline
 from lightning_cp.pipeline_folder.index import index_file, read_index
 from lightning_cp.pipeline_folder.side_models import CONTROLNET, controlnet_error
 from lightning_cp.rules import Each, Number, Text
@@ -61,6 +63,7 @@ def check_transformers(config: DictConfig) -> None:
             raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
         return
     index = _index(source)
+    _check_experiment(source, index.get("_class_name"))
     listed = [name for name, value in index.items() if isinstance(value, list)]
     names = [name for name in listed if (source / name / "config.json").is_file()]
     for component in components_of(config):
@@ -75,6 +78,18 @@ def check_transformers(config: DictConfig) -> None:
             f"model.component={show(read(config, 'model.component'))} are experts for different noise levels, but "
             f"{index_file(source)} has boundary_ratio={show(boundary)}, expected a number above 0 and below "
             "1: set objective.sigma_range to a range for each of them"
+        )
+
+
+def _check_experiment(source: Path, pipeline: object) -> None:
+    """Check that a chosen experiment of ours is one for the class of the pipeline."""
+    chosen = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
+    family = family_of_pipeline(pipeline)
+    fitting = experiments_of(family) if family is not None else [chosen]
+    if chosen not in fitting and any(chosen in experiments_of(name) for name in FAMILIES):
+        raise SettingsError(
+            f"experiment={chosen} is not for model.pretrained={source}, which is a {pipeline}: use "
+            f"{' or '.join(f'experiment={name}' for name in fitting)}"
         )
 
 

@@ -13,6 +13,7 @@ from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
 from lightning_cp.app.settings.mixture import check_no_degrees
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.compat.packages import needs
 from lightning_cp.config import KERNEL_NAMES
 
 _CPU_KERNELS = ("auto", "flash", "math")
@@ -46,7 +47,7 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
     check_schedule(config)
     check_logger(config)
     if read(config, "kernel") == "sage":
-        raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
+        raise SettingsError("kernel=sage has no gradient: it is for sampling (lightning-cp sample); use kernel=auto")
 
 
 def check_trainer(config: DictConfig) -> None:
@@ -104,10 +105,7 @@ def check_optimizer(config: DictConfig) -> None:
             "well) or strategy=cp"
         )
     if importlib.util.find_spec(package) is None:
-        raise SettingsError(
-            f"optim._target_={target} needs the package {package}, which is not installed: pip install {package}, or "
-            "use optim=adamw"
-        )
+        raise SettingsError(f"{needs(f'optim._target_={target}', package)}, or use optim=adamw")
     lr, ratio = read(config, "optim.lr"), read(config, "lora.lr_ratio")
     if target.endswith(".Prodigy") and lr < 0.1:
         raise SettingsError(
@@ -142,10 +140,7 @@ def check_logger(config: DictConfig) -> None:
     kind = str(read(config, "logger._target_", "")).rpartition(".")[2]
     package = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
-        raise SettingsError(
-            f"logger={package} needs the package {package}, which is not installed: pip install {package}, or use "
-            "logger=csv"
-        )
+        raise SettingsError(f"{needs(f'logger={package}', package)}, or use logger=csv")
 
 
 def check_data(config: DictConfig) -> None:

@@ -241,10 +241,10 @@ def _check_data(config: DictConfig) -> int | None:
         raise SettingsError(f"data.path={path} does not exist")
     if not (path / "index.json").is_file():
         raise SettingsError(
-            f"data.path={path} is no latent cache: make one with recipes/precompute.py, or use data=folder for media"
+            f"data.path={path} is no latent cache: make one with lightning-cp precompute, or use data=folder for media"
         )
     if not (path / "complete.json").is_file():
-        raise SettingsError(f"data.path={path} is not complete: run recipes/precompute.py again to continue it")
+        raise SettingsError(f"data.path={path} is not complete: run lightning-cp precompute again to continue it")
     samples = read_file(path / "complete.json", "data.path").get("samples")
     return samples if isinstance(samples, int) else None
 

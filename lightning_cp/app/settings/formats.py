@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_cp.compat.packages import needs
 from lightning_cp.errors import MediaError
 
 
@@ -32,5 +33,5 @@ def check_sound_format() -> None:
     """Check that a clip can be written with its sound. Raises: MediaError: PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
         raise MediaError(
-            "a clip with sound needs PyAV: pip install av, or use format=gif, which writes the sound to another file"
+            f"{needs('a clip with sound', 'av')}, or use format=gif, which writes the sound to another file"
         )

@@ -1,4 +1,4 @@
-"""Find the trained weights that `python recipes/sample.py` puts into a pipeline: adapters and whole models.
+"""Find the trained weights that `lightning-cp sample` puts into a pipeline: adapters and whole models.
 
 Imports neither torch nor diffusers.
 """
@@ -104,5 +104,5 @@ def _newest(setting: str, output_root: str, files: Sequence[str], what: str) -> 
     root = Path(output_root).absolute()
     found = [path for file in files for path in root.glob(f"**/{file}") if path.parent.parent.name != "best"]
     if not found:
-        raise SettingsError(f"{setting}=last found no {what} under output_root={root}: fine-tune with recipes/train.py")
+        raise SettingsError(f"{setting}=last found no {what} under output_root={root}: make it with lightning-cp train")
     return max(found, key=lambda path: path.stat().st_mtime)

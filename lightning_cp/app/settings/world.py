@@ -53,7 +53,7 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
     accelerator = accelerator_of(config, machine)
     ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
     if AUTO in (ring, ulysses):
-        raise SettingsError("ring=auto and ulysses=auto are for recipes/train.py: set the degrees")
+        raise SettingsError("ring=auto and ulysses=auto are for lightning-cp train: set the degrees")
     try:
         check_shares(read(config, "shares"), ring=ring, ulysses=ulysses)
     except (TypeError, ValueError) as error:

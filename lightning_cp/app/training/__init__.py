@@ -1,1 +1,1 @@
-"""The training loop of `recipes/train.py`, with Fabric and with the Trainer."""
+"""The training loop of `lightning-cp train`, with Fabric and with the Trainer."""

@@ -28,7 +28,7 @@ def _rank_and_folder(run_dir: str) -> tuple[int, Path]:
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher_env(slurm) is not None:
         raise DataError(
             "data=folder with trainer=lightning cannot be started by torchrun or SLURM: encode the folder with "
-            "recipes/precompute.py and use data=latents, or use trainer=fabric"
+            "lightning-cp precompute and use data=latents, or use trainer=fabric"
         )
     return int(os.environ.get("RANK", "0")), Path(run_dir)
 

@@ -187,7 +187,7 @@ class FineTune(TrainingSetup):
         return ModelCard(
             base=config.model.pretrained,
             family=self.family.name,
-            command=shlex.join(["python", "recipes/train.py", *map(str, words)]),
+            command=shlex.join(["lightning-cp", "train", *map(str, words)]),
             steps=run.state.step,
             topology=f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}",
             samples=len(rows) - held_out,

@@ -78,7 +78,7 @@ def _check(config: DictConfig) -> None:
         return
     model, names = config.model, components_of(config)
     if config.data.kind != "latents":
-        raise ValueError("sizes are known once the data are encoded: run recipes/precompute.py first, or set degrees")
+        raise ValueError("sizes are known once the data are encoded: run lightning-cp precompute first, or set degrees")
     unknown = {"model.component": names if names not in (["transformer"], ["transformer_2"]) else None}
     unknown |= {"model.quantize": model.quantize, "model.offload": model.offload or None}
     unknown |= {"lora.dora": None if config.lora is None else config.lora.dora or None}

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import time
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -11,30 +12,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_metric_rows, show_from_zero
+from lightning_cp.app.metrics import OPTIONAL_COLUMNS, read_metric_rows, show_whole
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import no_link, writing, writing_new
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
 _WINDOW = 25  # rows of the running mean
+_LINE_S = 60.0  # without a terminal, a run that prints nothing for longer looks like one that hangs
 
 
 class MetricsFile(Watcher):
     """Write one CSV row every `every` steps and flush it at once.
 
-    An existing file is continued: rows up to the resumed step are kept, later rows are dropped. The kept rows are
-    written to a temporary file that then replaces the old one, so a kill leaves either the old file or the new one.
+    An existing file is continued, or else that of the resumed run: rows up to the resumed step are kept, later rows
+    are dropped. The kept rows are written to a temporary file that then replaces the old one, so a kill leaves either
+    the old file or the new one.
 
     Args:
         path: path of the CSV file.
         resumed_at: step of the resumed checkpoint; 0 for a new run.
+        resumed: metrics.csv of the resumed run; None for a new run.
         every: steps between two rows; the first step of this process always has a row.
     """
 
-    def __init__(self, path: Path, *, resumed_at: int = 0, every: int = 1) -> None:
+    def __init__(self, path: Path, *, resumed_at: int = 0, resumed: Path | None = None, every: int = 1) -> None:
         self._every, self._first = every, True
-        kept = [row for row in read_metrics(path) if row.step <= resumed_at] if path.exists() else []
+        earlier = path if path.exists() or resumed is None or not resumed.is_file() else resumed
+        kept = [row for row in read_metrics(earlier) if row.step <= resumed_at] if earlier.exists() else []
         with atomic_file(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *map(_cells, kept)])
         self._file = open(path, "a", newline="", encoding="utf-8", opener=no_link)  # noqa: SIM115
@@ -110,7 +115,7 @@ def read_metrics(path: Path) -> list[StepReport]:
 
 
 def draw_loss_curve(metrics: Path, picture: Path) -> None:
-    """Plot the loss and its running mean as a PNG, with a running mean for each expert."""
+    """Plot the loss, its running mean (for each expert) and the validation loss as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
@@ -125,8 +130,12 @@ def draw_loss_curve(metrics: Path, picture: Path) -> None:
         means = [sum(losses[max(0, i - _WINDOW + 1) : i + 1]) / min(i + 1, _WINDOW) for i in range(len(losses))]
         label = f"mean of {_WINDOW}" + ("" if math.isnan(number) else f", expert {number:.0f}")
         axes.plot(steps, means, linewidth=1.8, label=label)
+    validated = [row for row in rows if not math.isnan(row.val_loss)]
+    if validated:
+        steps, losses = [row.step for row in validated], [row.val_loss for row in validated]
+        axes.plot(steps, losses, "o-", color="C3", markersize=3.5, linewidth=1.2, label="validation")
     axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)")
-    show_from_zero(axes)
+    show_whole(axes)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     with writing_new(picture) as path:
@@ -135,7 +144,9 @@ def draw_loss_curve(metrics: Path, picture: Path) -> None:
 
 @dataclass
 class ProgressBar(Watcher):
-    """Show step, loss, step time and tokens/s: a progress bar on a terminal, otherwise a line every `every` steps.
+    """Show step, loss, step time and tokens/s, and the last validation loss: a progress bar on a terminal.
+
+    Without a terminal, a line every `every` steps, after each validation, and after at most a minute and one step.
 
     Args:
         total: number of steps of the run.
@@ -159,6 +170,7 @@ class ProgressBar(Watcher):
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=self.total, completed=self.start, values="")
+        self._validated, self._printed_s = "", time.monotonic()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -172,6 +184,12 @@ class ProgressBar(Watcher):
     @override
     def watch(self, report: StepReport) -> None:
         values = f"loss {report.loss:.4f}  {report.step_time_s * 1000:.0f} ms  {report.tokens_per_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=report.step, values=values)
-        if not self._console.is_terminal and (report.step % self.every == 0 or report.step == self.total):
-            print(f"step {report.step}/{self.total}  {values}", flush=True)
+        is_validated = not math.isnan(report.val_loss)
+        if is_validated:
+            self._validated = f"  val_loss {report.val_loss:.4f}"
+        self._bar.update(self._task, completed=report.step, values=f"{values}{self._validated}")
+        waited_s = time.monotonic() - self._printed_s
+        due = report.step % self.every == 0 or report.step == self.total or is_validated or waited_s >= _LINE_S
+        if due and not self._console.is_terminal:
+            print(f"step {report.step}/{self.total}  {values}{self._validated}", flush=True)
+            self._printed_s = time.monotonic()

@@ -19,7 +19,7 @@ from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.terminal import printable
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
-from lightning_cp.app.training.run import Run, check_same_checkpoint, open_run_folder
+from lightning_cp.app.training.run import Run, RunFolder, check_same_checkpoint, open_run_folder
 from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
@@ -188,7 +188,8 @@ class TrainingSetup(ABC):
         watchers: list[Watcher] = []
         if run.is_first:
             step = run.state.step
-            metrics = MetricsFile(run.folder.metrics, resumed_at=step, every=config.log_every)
+            resumed = None if config.resume is None else RunFolder(Path(config.resume).parents[1]).metrics
+            metrics = MetricsFile(run.folder.metrics, resumed_at=step, resumed=resumed, every=config.log_every)
             watchers.append(stack.enter_context(metrics))
             if run.logger is not None:
                 watchers.append(stack.enter_context(LoggedMetrics(run.logger, every=config.log_every)))

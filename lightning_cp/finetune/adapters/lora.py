@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.compat.packages import needs
 from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices
@@ -178,7 +179,7 @@ def _check_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ImportError("LoRA needs the package peft: pip install 'lightning-cp[finetune]'") from None
+        raise ImportError(needs("LoRA", "peft")) from None
 
 
 def _layers_to_adapt(

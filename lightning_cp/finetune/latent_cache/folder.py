@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from lightning_cp.checkpoint.folder import flush
-from lightning_cp.errors import CacheError
+from lightning_cp.errors import CacheError, StaleCacheError
 from lightning_cp.finetune.latent_cache.contents import Contents, check_contents, join_rows, read_contents, rows_files
 from lightning_cp.finetune.latent_cache.fingerprint import check_fresh
 from lightning_cp.finetune.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index, replace_file
@@ -123,9 +123,22 @@ def _check_is_cache(folder: Path) -> None:
 
 
 def _continued(folder: Path, new: CacheIndex) -> CacheIndex:
-    """Return the new index with the identity of the stored one. Raises: StaleCacheError: they differ."""
+    """Return the new index with the identity of the stored one.
+
+    A cache without any sample, of a run that could use no file, is replaced by an empty one.
+
+    Raises: StaleCacheError: they differ.
+    """
     old = read_index(folder)
-    check_fresh(folder, _identity(old), _identity(new))
+    try:
+        check_fresh(folder, _identity(old), _identity(new))
+    except StaleCacheError:
+        files = [read_rows(path) for path in rows_files(folder)]
+        if any(isinstance(row, MediaRow) for file in files for row in file.rows):
+            raise
+        for file in files:  # their shards go with the other leftovers
+            file.path.unlink()
+        return new
     return replace(new, cache_id=old.cache_id, versions=old.versions)
 
 

@@ -87,7 +87,7 @@ class Counts:
 def read_index(folder: Path) -> CacheIndex:
     """Read `index.json`. Raises: CacheError: the folder is no cache, or the file is damaged or of another version."""
     if not (folder / INDEX).is_file():
-        raise CacheError(f"{folder} is not a latent cache: it has no {INDEX}. Make a cache with recipes/precompute.py")
+        raise CacheError(f"{folder} is not a latent cache: it has no {INDEX}. Make one with lightning-cp precompute")
     return CacheIndex(**_read(folder / INDEX, _INDEX_FIELDS))
 
 
@@ -122,7 +122,7 @@ def _read(path: Path, checks: Checks) -> dict[str, Any]:
         if type(version) is int and version != FORMAT:
             raise CacheError(
                 f"{path} has format {version}; this version reads format {FORMAT}: install a version of lightning_cp "
-                "that reads it, or make the cache again with recipes/precompute.py"
+                "that reads it, or make the cache again with lightning-cp precompute"
             )
         if type(version) is not int:
             raise DamagedError("it has no valid format number")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_cp.compat.packages import needs
 from lightning_cp.errors import MediaError
 from lightning_cp.files import check_regular
 from lightning_cp.finetune.media.limits import FRAME_PIXELS
@@ -49,7 +50,7 @@ def require_pyav() -> ModuleType:
     try:
         import av
     except ImportError as error:
-        raise MediaError(f"reading videos needs PyAV: pip install av ({error})") from error
+        raise MediaError(f"{needs('reading videos', 'av')} ({error})") from error
     return av
 
 

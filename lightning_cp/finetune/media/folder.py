@@ -14,6 +14,7 @@ from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, So
 from lightning_cp.finetune.media.table import TABLE_SUFFIXES
 from lightning_cp.finetune.media.text import is_unicode, lines_of, read_text
 
+_NAMED = 10  # captions that cannot be read, in one error
 _KINDS = ("reference", "mask")  # words at the ends of names, before the suffix, of files that belong to another one
 _NUMBERED = re.compile(r"(?P<name>.+)\.reference[-_. ]?\d+")  # names of several references, which are refused
 
@@ -28,6 +29,7 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     """
     entries: list[Entry] = []
     skipped: list[Skipped] = []
+    unreadable: list[str] = []  # all are reported together
     for files in _walk(folder, skipped):
         attached = _attached([file for file in files if is_image(file) or is_video(file)])
         files = [file for file in files if file not in attached.values()]
@@ -42,11 +44,18 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
             if reason:
                 skipped.append(Skipped(file, reason))
             elif file in media:
-                captions = _captions(texts[file.stem]) if file.stem in texts else ()
+                try:
+                    captions = _captions(texts[file.stem]) if file.stem in texts else ()
+                except DataError as error:
+                    unreadable.append(str(error))
+                    continue
                 path = file.relative_to(folder).as_posix()
                 reference, mask = (attached.get((file.stem, kind)) for kind in _KINDS)
                 source = Source(path, file, captions, reference=reference, mask=mask)
                 entries.append(Entry(source, path, where=str(file)))
+    if unreadable:
+        more = f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        raise DataError("; ".join(unreadable[:_NAMED]) + more)
     return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
 
 

@@ -123,8 +123,8 @@ def _with_captions(path: Path, entries: list[Entry], skipped: list[Skipped], rul
     if not kept:
         raise DataError(
             f"{path}: none of the {len(entries)} files has a caption ({_no_caption(path, entries[0])}). "
-            "Write captions, name the column of a table (caption_column), or set captions=optional to train with the "
-            "empty caption"
+            "Write captions, name the column of a table (caption_column), or set data.captions=optional to train with "
+            "the empty caption"
         )
     return kept
 

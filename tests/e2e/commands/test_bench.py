@@ -47,7 +47,7 @@ def _assert_attention_sends_what_it_should(by_name: dict[tuple[str, str], dict[s
     assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
     page = (folder / "page.md").read_text()
     assert "## Attention, 128 tokens, 2 ranks" in page
-    assert "python recipes/bench.py bench=quick repeats=2" in page
+    assert "lightning-cp bench bench=quick repeats=2" in page
     trace = json.loads((folder / "traces" / "attention_128_2" / "ring_alltoall.json").read_text())
     names = {event["name"].rpartition(" ")[0] for event in trace["traceEvents"]}
     assert {"lightning_cp::exchange", "lightning_cp::wait"} <= names

@@ -84,6 +84,17 @@ def test_own_data_trains_and_is_not_judged_by_the_classifier_of_digits(tmp_path:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("flavour", ["fabric", "pytorch"])
+def test_an_own_hydra_project_has_the_same_losses_at_every_degree(flavour: str, tmp_path: Path) -> None:
+    write_files("own_hydra.md", tmp_path)
+    printed = run(tmp_path, "app.py", "-m", "strategy.ring=1,2,3", f"flavour={flavour}", "steps=2")
+    found = dict(re.findall(r"ring (\d): last loss (\S+)", printed))
+    assert set(found) == {"1", "2", "3"}
+    assert float(found["2"]) == pytest.approx(float(found["1"]), abs=2e-6)
+    assert float(found["3"]) == pytest.approx(float(found["1"]), abs=2e-6)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(2))
 def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
     command = [one for one in commands("sweeps.md")[number] if not one.startswith(("max_steps=", "ring="))]

@@ -327,8 +327,8 @@ REFUSED = [
     ("data.path=[HERE/cache]", "data.path=['HERE/cache'] is not valid: must be a text"),
     ("data=folder data.path=[HERE/media,HERE/none]", "data.path[1]=HERE/none does not exist: it must be a folder of"),
     ("data.path=HERE/none", "data.path=HERE/none does not exist"),
-    ("data.path=HERE/media", "data.path=HERE/media is no latent cache: make one with recipes/precompute.py"),
-    ("data.path=HERE/partial", "data.path=HERE/partial is not complete: run recipes/precompute.py again"),
+    ("data.path=HERE/media", "data.path=HERE/media is no latent cache: make one with lightning-cp precompute"),
+    ("data.path=HERE/partial", "data.path=HERE/partial is not complete: run lightning-cp precompute again"),
     ("batch_size=3 strategy=cp data_parallel=2", "batch_size=3 is the global batch and must be a multiple of 2 groups"),
     ("model.pretrained=HERE/none", "model.pretrained=HERE/none is no folder"),
     ("model.pretrained=pipe", "model.pretrained=pipe is no folder: it must be a pipeline's folder, or a Hub id"),
@@ -354,14 +354,14 @@ def test_mistakes_are_one_clear_error(here: Path, overrides: str, message: str) 
         (
             "bitsandbytes",
             "optim=adamw_8bit",
-            "needs the package bitsandbytes, which is not installed: pip install bits",
+            "needs the package bitsandbytes, which is not installed: pip install 'bits",
         ),
         (
             "tensorboard",
             "logger=tensorboard",
             "logger=tensorboard needs the package tensorboard, which is not installed",
         ),
-        ("wandb", "logger=wandb", "logger=wandb needs the package wandb, which is not installed: pip install wandb"),
+        ("wandb", "logger=wandb", "logger=wandb needs the package wandb, which is not installed: pip install 'wandb"),
     ],
 )
 def test_a_missing_package_is_named(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from lightning_cp.app.metrics import show_from_zero
+from lightning_cp.app.metrics import show_whole
+from lightning_cp.app.training import records
 from lightning_cp.app.training.loop import StepReport
 from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 
@@ -133,14 +134,60 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     assert "loss 0.5000  100 ms  640 tokens/s" in lines[0]
 
 
-def test_curves_begin_at_zero_and_are_not_cut_off() -> None:
+def test_a_line_is_due_after_a_minute_and_after_a_validation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
+    with ProgressBar(total=9, every=50) as bar:
+        for step in range(1, 10):
+            now[0] += 25
+            bar.watch(replace(report(step), val_loss=0.75 if step == 4 else math.nan))
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [line.split()[1] for line in lines] == ["3/9", "4/9", "7/9", "9/9"]
+    assert ["val_loss 0.7500" in line for line in lines] == [False, True, True, True]
+
+
+def test_a_resumed_run_continues_the_metrics_of_the_other_folder(tmp_path: Path) -> None:
+    first, second = tmp_path / "metrics.csv", tmp_path / "second.csv"
+    with MetricsFile(first) as metrics:
+        for step in range(1, 6):
+            metrics.watch(report(step, 1 / step))
+    with MetricsFile(second, resumed_at=3, resumed=first) as metrics:
+        metrics.watch(report(4, 0.125))
+    assert [(row.step, row.loss) for row in read_metrics(second)][1:] == [(2, 0.5), (3, 0.33333333), (4, 0.125)]
+    assert len(read_metrics(first)) == 5
+    with MetricsFile(second, resumed_at=4, resumed=first) as metrics:  # its own file counts
+        metrics.watch(report(5))
+    assert [row.step for row in read_metrics(second)] == [1, 2, 3, 4, 5]
+    with MetricsFile(tmp_path / "third.csv", resumed_at=3, resumed=tmp_path / "missing.csv") as metrics:
+        metrics.watch(report(4))
+    assert [row.step for row in read_metrics(tmp_path / "third.csv")] == [4]
+
+
+def test_the_curve_shows_validation_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, Any] = {}
+    drawn = Axes.plot
+
+    def plot(axes: Axes, steps: list[int], losses: list[float], *more: Any, label: str, **options: Any) -> list[Any]:
+        shown[label] = list(zip(steps, losses))
+        return drawn(axes, steps, losses, *more, label=label, **options)
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    with MetricsFile(tmp_path / "metrics.csv") as metrics:
+        for step in range(1, 5):
+            metrics.watch(replace(report(step), val_loss=1 / step if step % 2 == 0 else math.nan))
+    draw_loss_curve(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    assert shown["validation"] == [(2, 0.5), (4, 0.25)]
+
+
+def test_curves_fill_the_plot_and_are_not_cut_off() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
-    axes.plot([1, 2, 3], [1.0, 4.0, float("nan")])
-    show_from_zero(axes)
-    assert axes.get_ylim() == pytest.approx((0, 4.2))
+    axes.plot([1, 2, 3], [2.0, 4.0, float("nan")])
+    show_whole(axes)
+    assert axes.get_ylim() == pytest.approx((1.9, 4.1))
     empty = Figure().add_subplot()
     empty.plot([1], [float("nan")])
-    show_from_zero(empty)
-    assert empty.get_ylim()[0] == 0
+    show_whole(empty)

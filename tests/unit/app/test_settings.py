@@ -59,7 +59,10 @@ REFUSED = [
     ("max_steps=1e3", "max_steps=1000.0 "),
     ("batch_size=0", "batch_size=0 "),
     ("optim=adamw_8bit strategy=cp_fsdp", "optim=adamw_8bit does not work with strategy=cp_fsdp: .* Use optim=adamw"),
-    ("optim._target_=no_package.AdamW", "needs the package no_package, which is not installed: pip install no_package"),
+    (
+        "optim._target_=no_package.AdamW",
+        "no_package, which is not installed: pip install 'no_package', or use optim=adamw",
+    ),
     ("optim=prodigy optim.lr=0.0001", "optim.lr=0.0001 is a factor of the learning rate that Prodigy finds: use optim"),
     (
         "strategy=cp_fsdp optim._target_=prodigyopt.Prodigy optim.lr=1",

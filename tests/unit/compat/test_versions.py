@@ -21,7 +21,7 @@ def _number(version: str) -> list[int]:
 
 def _bounds(package: str) -> tuple[str, str]:
     """The oldest and the newest version that pyproject.toml allows."""
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["finetune"]]
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["recipes"]]
     (bounds,) = (x.groups() for line in lines if (x := re.match(rf"{package}>=([\d.]+).*,<=([\d.]+)", line)))
     return bounds
 

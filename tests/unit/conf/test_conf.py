@@ -16,9 +16,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_cp
 from lightning_cp.app.commands import console
 from lightning_cp.app.commands.console import COMMANDS
-from lightning_cp.app.runs.recipe import check_config, conf_dir
+from lightning_cp.app.runs.command import conf_dir
+from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.sampling.step_cache import enable_cache
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
@@ -111,7 +113,7 @@ def test_every_experiment_begins_with_its_command_and_composes(name: str) -> Non
     assert lines[0] == "# @package _global_"  # Hydra needs it first
     fine_tunes = name.startswith("finetune_")
     settings = " model.pretrained=my-pipeline data.path=latents" if fine_tunes else ""
-    assert lines[1] == f"# python recipes/train.py experiment={name}{settings}"
+    assert lines[1] == f"# lightning-cp train experiment={name}{settings}"
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=[f"experiment={name}", "run_dir=/runs/here"])
     if fine_tunes:
@@ -236,16 +238,31 @@ def test_the_console_lists_its_commands_and_refuses_others() -> None:
     refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=150)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: 'fly' is no command of lightning-cp: use one of train, sample")
+    misspelt = subprocess.run([*start, "trian"], capture_output=True, text=True, timeout=150)
+    assert "did you mean train?" in misspelt.stderr
+    version = subprocess.run([*start, "--version"], capture_output=True, text=True, timeout=150, check=True)
+    assert version.stdout == f"lightning-cp {lightning_cp.__version__}\n"
 
 
-def test_a_command_without_its_packages_names_the_extra(
+def test_compare_has_help_and_no_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code, shown in ((["--help"], 0, "lightning-cp compare"), (["ranks=2"], 2, "ranks=2 is not valid")):
+        monkeypatch.setattr(sys, "argv", ["lightning-cp", "compare", *arguments])
+        assert console.main() == code
+        printed = capsys.readouterr()
+        assert shown in (printed.out if code == 0 else printed.err)
+
+
+def test_a_command_without_its_packages_names_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-cp", "doctor"])
     monkeypatch.delitem(sys.modules, "lightning_cp.app.commands.doctor", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert console.main() == 2
-    assert capsys.readouterr().err.endswith("needs the package rich.console: pip install 'lightning-cp[recipes]'\n")
+    assert capsys.readouterr().err == (
+        "error: lightning-cp doctor needs the package rich, which is not installed: pip install 'rich>=13'\n"
+    )
 
 
 def run_in(project: Path, *arguments: str) -> str:

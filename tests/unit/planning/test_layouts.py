@@ -8,7 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from lightning_cp.app.runs.recipe import check_config, conf_dir
+from lightning_cp.app.runs.command import conf_dir
+from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.launch import Machine
 from lightning_cp.planning.layouts import Task, check_fixed, described, layouts, overrides_of, problem_of, simplicity

@@ -1,1 +1,1 @@
-"""The measurements for one GPU (`python recipes/bench.py bench=gpu`): stages, the runner, and the page they fill."""
+"""The measurements for one GPU (`lightning-cp bench bench=gpu`): stages, the runner, and the page they fill."""

@@ -1,4 +1,4 @@
-"""Stage `main_job`: recipes/train.py on one GPU, with strategy=single and with strategy=cp."""
+"""Stage `main_job`: lightning-cp train on one GPU, with strategy=single and with strategy=cp."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
         print(completed.stdout)
         metrics = folder / "run" / "metrics.csv"
         if completed.returncode or not metrics.is_file():
-            name = f"recipes/train.py strategy={strategy}"
+            name = f"lightning-cp train strategy={strategy}"
             result.checks.append(Check(name, f"exit code {completed.returncode}", "exit code 0", False))
             return
         with metrics.open(encoding="utf-8") as file:

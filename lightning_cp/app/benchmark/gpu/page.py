@@ -32,7 +32,7 @@ _ABOUT = {
     " host limits the speed. Collectives send nothing.",
     "long_context": "The ring's work on one rank for long sequences, forward and backward, with its peak memory: what a"
     " step allocates in addition to q, k, v and the gradient of the output. Collectives send nothing.",
-    "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",
+    "main_job": "Losses of `lightning-cp train` on one GPU, compared with those on CPU.",
 }
 
 
@@ -49,7 +49,7 @@ def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: P
     failed = [(name, check) for name, check in checks if check.passed is False]
     met = sum(check.passed is True for _, check in checks)
     lines = ["# One GPU", ""]
-    lines += [f"Measured on {_machine()} with", "", "    python recipes/bench.py bench=gpu", ""]
+    lines += [f"Measured on {_machine()} with", "", "    lightning-cp bench bench=gpu", ""]
     if device == "cpu":
         lines += ["**A rehearsal on CPU with small sizes: these numbers do not apply to a GPU.**", ""]
     lines += [f"{met} goals met, {len(failed)} missed.", ""]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_cp.compat.packages import needs
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored
@@ -44,7 +45,7 @@ class WanImageToVideo(Wan):
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
         if find_spec("ftfy") is None:  # diffusers then raises a NameError
-            raise FamilyError("the text of Wan's image to video needs the package ftfy: pip install ftfy")
+            raise FamilyError(needs("the text of Wan's image to video", "ftfy"))
         return super().encode_text(pipe, captions, media)
 
     @override

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
+from lightning_cp.compat.packages import needs
 from lightning_cp.errors import DataError
 from lightning_cp.files import open_regular
 from lightning_cp.finetune.media.source import is_image, is_video
@@ -52,9 +53,7 @@ def _require_pyarrow(archive: Path) -> ModuleType:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(
-            f"{archive}: parquet files need pyarrow ({error}): install the extra with pip install lightning-cp[parquet]"
-        ) from error
+        raise DataError(f"{needs(f'{archive}, a parquet file,', 'pyarrow')} ({error})") from error
     found: ModuleType = pyarrow
     return found
 

@@ -14,7 +14,7 @@ from lightning_cp.app.benchmark.long_clips.activations import activation_rows
 from lightning_cp.app.benchmark.long_clips.curve import ClipRow, layout_of, longest
 from lightning_cp.app.benchmark.long_clips.report import write
 from lightning_cp.app.benchmark.long_clips.run import check_long_clips
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.planning.models import MediaSize
 
 

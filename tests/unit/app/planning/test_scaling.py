@@ -14,7 +14,7 @@ from lightning_cp.app.planning import scaling
 from lightning_cp.app.planning.limits import limits_of
 from lightning_cp.app.planning.scaling import Scaling, markdown, scale, write
 from lightning_cp.app.planning.settings import scaling_of
-from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.planning.devices import device_named
 from lightning_cp.planning.layouts import Task

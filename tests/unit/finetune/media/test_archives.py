@@ -110,12 +110,12 @@ def test_hostile_and_damaged_archives_write_nothing_elsewhere(tmp_path: Path) ->
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"parquet files need pyarrow .*pip install lightning-cp\[parquet\]"):
+    with pytest.raises(DataError, match=r"needs the package pyarrow.*pip install 'pyarrow>=17'"):
         _found(tmp_path, tmp_path / "a.parquet")
 
 
 def test_parquet_files_of_hugging_face(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
     images = [
@@ -146,7 +146,7 @@ def test_parquet_files_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_parquet_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
     path = tmp_path / "a.parquet"

@@ -113,7 +113,7 @@ def test_folders_without_anything_to_train_on(tmp_path: Path) -> None:
     picture(tmp_path / "a.png", "\n \n")
     message = refused(tmp_path)
     assert "none of the 1 files has a caption (no caption: a.txt is missing or empty)" in message
-    assert "set captions=optional to train with the empty caption" in message
+    assert "set data.captions=optional to train with the empty caption" in message
     assert find_sources(tmp_path, captions="optional").sources[0].captions == ("",)
     assert "neither a folder nor a table" in refused(tmp_path / "a.png")
 
@@ -126,6 +126,14 @@ def test_captions_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a cat", encoding="utf-16")
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text"):
         find_sources(tmp_path)
+    for name in ("b", "sub/c", "d"):  # all of them are named at once
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        picture(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_bytes(b"a dog" if name == "d" else b"a\xffb")
+    with pytest.raises(DataError) as raised:
+        find_sources(tmp_path)
+    named = [name for name in ("a", "b", "c", "d") if f"{name}.txt is not UTF-8 text" in str(raised.value)]
+    assert named == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "inner"])
@@ -362,7 +370,7 @@ def test_ranges_in_a_table_are_cut(videos: Path) -> None:
 
 def test_without_pyav_videos_are_refused_at_once(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MediaError, match="pip install av"):
+    with pytest.raises(MediaError, match="pip install 'av>="):
         find_sources(videos)
 
 

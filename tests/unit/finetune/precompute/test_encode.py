@@ -194,6 +194,16 @@ def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
     assert encoded(flux, data, out, PICTURES).stored == 3  # refusals have not harmed it
 
 
+def test_a_cache_without_samples_takes_other_settings(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 2), tmp_path / "out"
+    with pytest.raises(DataError, match="none of the 2 files could be used"):
+        encoded(flux, data, out, {**PICTURES, "sizes": [[320, 480]], "dtype": torch.bfloat16})
+    assert encoded(flux, data, out, PICTURES).encoded == 2
+    encoded(flux, data, tmp_path / "alone", PICTURES)
+    assert contents(out) == contents(tmp_path / "alone")
+    LatentCache(out).verify()
+
+
 def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: Path, tmp_path: Path) -> None:
     data, out = pictures(tmp_path / "data", 6), tmp_path / "out"
     encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})

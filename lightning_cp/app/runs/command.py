@@ -1,0 +1,94 @@
+"""Compose the settings of a command with Hydra: every command's `main` is made here."""
+
+import os
+import re
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.app.runs.run_folder import refuse
+from lightning_cp.app.settings.known import KnownSettings
+from lightning_cp.compat.packages import missing_package
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises its errors; otherwise it prints them, with its advice
+_NOT_A_KEY = re.compile(r"Could not override '([^'@]+)'\.(?:\s+No match in the defaults list\.)?\s+To append")
+
+
+def conf_dir(part: str = "") -> str:
+    """Return Hydra's configuration path: `conf` next to the package (in a clone), otherwise the installed one.
+
+    Args: part: subfolder of `conf`; "" for `conf` itself.
+    """
+    root = Path(__file__).resolve().parents[3]
+    if all((root / name).is_file() for name in ("conf/train.yaml", "recipes/train.py")):
+        return str(root / "conf" / part)
+    return f"pkg://lightning_cp.conf.{part}".rstrip(".")
+
+
+def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]], Callable[[], Any]]:
+    """Return a decorator that makes the `main` of a command: as `hydra.main`, but unknown settings are refused.
+
+    Args:
+        name: the primary configuration file.
+        part: its folder, see `conf_dir`.
+    Raises: SystemExit: a setting or an option is unknown: code 2, with one error that names the closest ones.
+    """
+
+    def decorate(run: Callable[[DictConfig], Any]) -> Callable[[], Any]:
+        shown = f"lightning-cp {name.replace('_', '-')}"
+
+        @wraps(run)
+        def checked(config: DictConfig) -> Any:
+            os.environ.pop(_FULL_ERROR, None) if adds else None  # errors of the job itself are Hydra's to print
+            known = KnownSettings(_files(part), name, HydraConfig.get().runtime.choices)
+            for key in known.unknown(OmegaConf.to_container(config)):  # type: ignore[arg-type]
+                refuse(known.error(key, shown))
+            try:
+                return run(config)
+            except Exception as error:
+                if (message := missing_package(error, shown)) is None:
+                    raise
+                refuse(message)
+
+        adds = _FULL_ERROR not in os.environ
+        entry = hydra.main(version_base="1.3", config_path=conf_dir(part), config_name=name)(checked)
+
+        def main() -> Any:
+            if adds:
+                os.environ[_FULL_ERROR] = "1"
+            try:
+                return entry()
+            except HydraException as error:
+                if not adds:
+                    raise
+                _refuse(error, KnownSettings(_files(part), name, {}), shown)
+            finally:
+                if adds:
+                    os.environ.pop(_FULL_ERROR, None)
+
+        return main
+
+    return decorate
+
+
+def _files(part: str) -> Path:
+    """Return the folder of a command's configuration files."""
+    path = conf_dir(part)
+    if not path.startswith("pkg://"):
+        return Path(path)
+    return Path(__file__).resolve().parents[2] / path.removeprefix("pkg://lightning_cp.").replace(".", os.sep)
+
+
+def _refuse(error: Exception, known: KnownSettings, shown: str) -> NoReturn:
+    """Print Hydra's error in our form and exit; for an unknown setting, without its advice to add it."""
+    if (found := _NOT_A_KEY.search(str(error))) is not None:
+        refuse(known.error(found[1], shown))
+    cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    refuse(f"{error}{cause}")
