@@ -57,18 +57,16 @@ class _FabricMixin(ContextParallelMixin):
         reduced = super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc]
         return sum_once(reduced, reduce_op, self.context.step_groups) if is_world(group) else reduced
 
-    @override
-    def watch_trained(self, wrapper: nn.Module) -> None:
-        super().watch_trained(wrapper)
-        wrapper.register_forward_pre_hook(self._trained_weights.before_forward, prepend=True)  # before FSDP2 gathers
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace the parameters of an optimizer that was created before `setup_module` by those that it created.
 
-        Raises: PeerMismatchError: the optimizer has other settings on another rank.
+        Raises:
+            PeerMismatchError: the optimizer has other settings on another rank.
+            ValueError: it does not take sharded weights.
         """
         self._replaced.update(optimizer)
-        self._equal_optimizers.compare([optimizer])
+        self.check_optimizers([optimizer])
+        self._agreement.add_optimizers([optimizer])
         ready: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
         return ready
 

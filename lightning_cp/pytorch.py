@@ -66,22 +66,23 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
             monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]
             measure_once((each for one in monitors for each in one._throughputs.values()), self.context.groups)
 
-    def training_step(self, *args: Any, **settings: Any) -> Any:
-        """Run a training step. Raises: ValueError: see `TrainedWeights.before_forward`."""
-        self._trained_weights.before_forward(self._lightning.model)
-        return super().training_step(*args, **settings)  # type: ignore[misc]
-
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward. Raises: ValueError: see `ContextParallelMixin`; the loss does not use a trained parameter."""
         loss = super().backward(*args, **settings)
         if self._lightning.lightning_module.automatic_optimization:  # otherwise, further backwards may follow
-            self._trained_weights.check_reduced()
+            self._check_reduced()
         return loss
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create the optimizers. Raises: PeerMismatchError: they have other settings on another rank."""
+        """Create the optimizers.
+
+        Raises:
+            PeerMismatchError: they have other settings on another rank.
+            ValueError: one does not take sharded weights.
+        """
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self._equal_optimizers.compare(self._lightning.optimizers)
+        self.check_optimizers(self._lightning.optimizers)
+        self._agreement.add_optimizers(self._lightning.optimizers)
 
 
 class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):

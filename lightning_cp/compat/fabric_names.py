@@ -8,6 +8,7 @@ from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
+from lightning.fabric import wrappers
 from lightning.fabric.strategies import model_parallel
 from lightning.fabric.utilities import imports
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -30,6 +31,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "ParallelBackwardSyncControl",
     "SubprocessScriptLauncher",
+    "as_fabric_backward",
     "is_interactive",
     "keeping_optimizers_without_state",
     "loading_distributed_checkpoints_with",
@@ -42,6 +44,17 @@ def is_interactive() -> bool:
     """Return True in a notebook or another interactive session, as Lightning detects it."""
     with private_names("lightning"):
         return bool(imports._IS_INTERACTIVE)
+
+
+@contextmanager
+def as_fabric_backward() -> Iterator[None]:
+    """Let outputs of Fabric's modules compute gradients, which they refuse outside of `fabric.backward`."""
+    with private_names("lightning"):
+        before, wrappers._in_fabric_backward = wrappers._in_fabric_backward, True
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before
 
 
 @contextmanager

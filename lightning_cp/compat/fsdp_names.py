@@ -8,6 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,6 +35,26 @@ def accumulate_in_one_dtype(unit: FSDPModule) -> None:
         group.post_backward = partial(_reduce_in_one_dtype, group, group.post_backward)
 
 
+def reshard_without_grad(unit: FSDPModule) -> None:
+    """Let a unit free gathered weights after a forward without gradients, also with `reshard_after_forward=False`.
+
+    No backward would free them, and what is then changed in the module would change copies.
+    """
+    for group in _weight_groups(unit):
+        group.post_forward = partial(_post_forward, group, group.post_forward)
+
+
+def cast_weight(unit: FSDPModule) -> nn.Parameter | None:
+    """Return a sharded weight whose dtype or device has changed since the first forward; None: there is none."""
+    for group in _weight_groups(unit):
+        for one in group.fsdp_params:
+            x: nn.Parameter = one.sharded_param
+            device = "cpu" if one.offload_to_cpu else group.device.type
+            if hasattr(one, "_unsharded_param") and (x.dtype, x.device.type) != (one.orig_dtype, device):
+                return x
+    return None
+
+
 def renew_fsdp_dtypes(unit: FSDPModule) -> None:
     """Read the dtypes in which FSDP2 reduces gradients again. It reads them before the first forward only.
 
@@ -46,6 +67,12 @@ def renew_fsdp_dtypes(unit: FSDPModule) -> None:
 def weights_of_unit(unit: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded weights that the unit gathers together."""
     return [one.sharded_param for group in _weight_groups(unit) for one in group.fsdp_params]
+
+
+def gathered_weights(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Return each sharded weight of a unit with the whole one that graphs hold; none before the first forward."""
+    weights = [one for group in _weight_groups(unit) for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+    return [(one.sharded_param, one._unsharded_param) for one in weights]
 
 
 def _weight_groups(unit: FSDPModule) -> list[Any]:
@@ -61,6 +88,13 @@ def _reduce_in_one_dtype(group: Any, reduce_gradients: Callable[..., None], *arg
             if one.unsharded_accumulated_grad is None and hasattr(one, "_unsharded_param"):
                 one.to_accumulated_grad_if_needed()
     reduce_gradients(*arguments)
+
+
+def _post_forward(group: Any, post_forward: Callable[..., Any], *arguments: Any) -> Any:
+    output = post_forward(*arguments)
+    if not torch.is_grad_enabled():
+        group.reshard()
+    return output
 
 
 def _warn(message: str, category: type[Warning] | None = None, stacklevel: int = 1) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +13,7 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
-from lightning_cp.strategies.ddp_buckets import omit_unused_warning, rebuild_ddp
+from lightning_cp.strategies.ddp_buckets import check_reduced, omit_unused_warning, rebuild_ddp
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
 
@@ -65,23 +64,22 @@ class DDPMixin(ContextParallelMixin):
             attribute: Any = [*ignored, *(name for name in names if name not in ignored)]
             module._ddp_params_and_buffers_to_ignore = attribute
 
-    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
-        """Return the ranks that share a sample; all ranks, if each forward broadcasts rank 0's buffers."""
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            return dist.group.WORLD
-        return None if self.context.groups is None else self.context.groups.context
-
     def watch_trained(self, wrapper: nn.Module) -> None:
         """Follow the trained parameters of the DDP module; see `ContextParallelMixin.watch_trained`."""
         if self._finds_unused and isinstance(wrapper, DistributedDataParallel):
             omit_unused_warning(wrapper)
         super().watch_trained(wrapper)
 
-    def _follow_trained(self, wrapper: nn.Module) -> None:
+    def _check_reduced(self) -> None:
+        for wrapper in self._agreement.wrappers():
+            if isinstance(wrapper, DistributedDataParallel):
+                check_reduced(wrapper)
+
+    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
         """Average the gradients of the parameters that train now. Raises: ValueError: see `rebuild_ddp`."""
         assert isinstance(wrapper, DistributedDataParallel), "added by setup"
         if self.context.unused_parameters(wrapper.module) and not wrapper.find_unused_parameters:
             wrapper.find_unused_parameters = self._finds_unused = True
-        rebuild_ddp(wrapper)
+        rebuild_ddp(wrapper, loss)
         if self._finds_unused:
             omit_unused_warning(wrapper)

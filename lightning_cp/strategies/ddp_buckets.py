@@ -69,16 +69,17 @@ class _PrepareForBackward(torch.autograd.Function):
         ddp.reducer.prepare_for_backward([output])
 
 
-def rebuild_ddp(ddp: DistributedDataParallel) -> None:
+def rebuild_ddp(ddp: DistributedDataParallel, loss: Tensor) -> None:
     """Average the gradients of the parameters that train now, in place of those at construction.
 
+    Args: loss: of the next backward; its forward has run.
     Ranks: the whole world, with equal trained parameters. Raises: ValueError: static_graph or mixed_precision is set.
     """
     if ddp.static_graph or ddp.mixed_precision is not None:
         setting = "static_graph=True" if ddp.static_graph else "mixed_precision of DistributedDataParallel"
         raise ValueError(
-            f"parameters began to train, or were frozen, after set-up, which {setting} does not support: do not set "
-            "it, or choose the parameters that train before set-up"
+            f"parameters began to train, were frozen, cast or moved after set-up, which {setting} does not support: do "
+            "not set it, or choose the parameters that train, and their dtype, before set-up"
         )
     comm_hooks, ddp._comm_hooks = ddp._comm_hooks, []
     state = ddp.__getstate__()  # type: ignore[no-untyped-call]
@@ -87,6 +88,8 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     build_ddp_buckets(ddp)
     for hook, hook_state in comm_hooks:
         ddp.register_comm_hook(hook_state, hook)
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([loss] if ddp.find_unused_parameters else [])
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:

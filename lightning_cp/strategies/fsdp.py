@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
@@ -20,7 +21,14 @@ from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
 from lightning_cp.compat.fabric_names import loading_optimizers_with
-from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views, renew_fsdp_dtypes
+from lightning_cp.compat.fsdp_names import (
+    accumulate_in_one_dtype,
+    allow_returned_views,
+    cast_weight,
+    gathered_weights,
+    renew_fsdp_dtypes,
+    reshard_without_grad,
+)
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.config import check_degree
@@ -28,6 +36,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.strategies.equal_branches import EqualBranches
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
+from lightning_cp.strategies.gradients import sharded_units
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import known_settings
 from lightning_cp.strategies.weights.initial import move_values
@@ -191,6 +200,20 @@ class FSDPMixin(ContextParallelMixin):
         self._branches.backward()
         return super().backward(*args, **settings)
 
+    def grad(self, *args: Any, **settings: Any) -> Any:
+        """Compute gradients within a step; see `ContextParallelMixin.grad`."""
+        self._branches.backward()
+        return super().grad(*args, **settings)
+
+    def check_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Check that optimizers take sharded weights. Raises: ValueError: the first step would fail, or be wrong."""
+        for wrapped in optimizers:
+            optimizer = getattr(wrapped, "optimizer", wrapped)
+            weights = (x for group in optimizer.param_groups for x in group["params"] if isinstance(x, DTensor))
+            reason = next(filter(None, (_why_not_sharded(optimizer, x) for x in weights)), None)
+            if reason is not None:
+                raise ValueError(f"{reason}: use AdamW, or strategy cp, which keeps weights whole on each rank")
+
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
         frozen = frozen_children(module, installed)
         unsharded = {parameter for child in frozen for parameter in child.parameters()}
@@ -212,6 +235,9 @@ class FSDPMixin(ContextParallelMixin):
             )
             sharded = cast("FSDPModule", unit)
             allow_returned_views(sharded)  # outputs are not changed in place
+            unit.register_forward_pre_hook(_refuse_cast, prepend=True)
+            if not self._reshard:
+                reshard_without_grad(sharded)
             if self._mp_policy.reduce_dtype is not None:
                 accumulate_in_one_dtype(sharded)
         if module in {*units}:
@@ -221,7 +247,7 @@ class FSDPMixin(ContextParallelMixin):
     def _check_sharded(self, module: nn.Module) -> None:
         """Check the meshes of trained weights. Raises: ValueError: a gradient would not be averaged over all ranks."""
         world = dist.get_world_size() if dist.is_initialized() else 1
-        for name, x in module.named_parameters():
+        for name, x in _named_weights(module):
             ranks = x.device_mesh.size() if isinstance(x, DTensor) else 1
             if x.requires_grad and ranks != world:
                 raise ValueError(
@@ -230,21 +256,18 @@ class FSDPMixin(ContextParallelMixin):
                     "strategy shard it"
                 )
 
-    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
-        return dist.group.WORLD  # see `EqualBranches`
-
-    def _follow_trained(self, wrapper: nn.Module) -> None:
+    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
         """Let FSDP2 reduce the gradients of the parameters that train now; it follows changes of sharded ones.
 
         Raises: ValueError: one is not sharded, or has another dtype than others of its unit.
         """
-        for name, x in wrapper.named_parameters():
+        for name, x in _named_weights(wrapper):
             if x.requires_grad and not isinstance(x, DTensor):
                 raise ValueError(
                     f"{name} began to train after set-up and is not sharded (it was frozen in a child without trained "
-                    "weights, was added after set-up, or was gathered by an evaluation with "
-                    "reshard_after_forward=False): leave it trainable at set-up and freeze it afterwards, add adapters "
-                    "before set-up, or use strategy cp"
+                    "weights, or was added, loaded again or replaced after set-up): leave it trainable at set-up and "
+                    "freeze it afterwards, load values into adapters and layers that are there at set-up, or use "
+                    "strategy cp"
                 )
         self._check_sharded(wrapper)
         for unit in wrapper.modules():
@@ -259,6 +282,24 @@ class FSDPMixin(ContextParallelMixin):
                     ) from error
 
 
+def _named_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the weights of a module by name; sharded ones also while whole ones are in their place."""
+    units = sharded_units([module])
+    shards = {id(whole): shard for unit in units for shard, whole in gathered_weights(unit)}
+    return [(name, shards.get(id(x), x)) for name, x in module.named_parameters()]
+
+
+def _refuse_cast(unit: Any, _: object) -> None:
+    """Check a unit before it gathers its weights. Raises: ValueError: they were cast or moved after set-up."""
+    weight = None if torch.compiler.is_compiling() else cast_weight(unit)
+    if weight is not None:
+        raise ValueError(
+            f"the weights of {class_of(unit).__name__} were cast or moved (to {weight.dtype} on {weight.device.type}) "
+            "after the first forward, which FSDP2 does not support: choose the dtype before set-up; for another "
+            "precision in some steps, use torch.autocast, or strategy cp"
+        )
+
+
 def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
     """Check that FSDP2 can shard a unit. Otherwise it would fail in the first forward, or change the weights.
 
@@ -268,6 +309,11 @@ def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
     for name, x in unit.named_parameters():
         if x in without or isinstance(x, DTensor):
             continue
+        if not x.ndim:
+            raise ValueError(
+                f"{class_of(unit).__name__}: {name} has no dim, and FSDP2 cannot shard it: make it 1-D "
+                "(torch.ones(1) in place of torch.tensor(1.0)), or use strategy cp, which keeps weights whole"
+            )
         if is_traceable_wrapper_subclass(x) or (type(x) is not nn.Parameter and not x.is_floating_point()):
             raise ValueError(
                 f"{class_of(unit).__name__}: {name} is quantised ({type(x).__name__}), and FSDP2 cannot shard "
@@ -288,6 +334,18 @@ def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
             "together: convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use "
             "strategy cp"
         )
+
+
+def _why_not_sharded(optimizer: Optimizer, x: DTensor) -> str | None:
+    """Return why an optimizer cannot update a sharded weight. None: it can."""
+    name, ranks = type(optimizer).__name__, x.device_mesh.size(x.device_mesh.ndim - 1)
+    if isinstance(optimizer, (Adafactor, Rprop)):
+        return f"PyTorch's {name} does not take sharded weights"
+    if isinstance(optimizer, Muon) and x.shape[0] < ranks:
+        return f"Muon needs as many rows as ranks, and a weight {tuple(x.shape)} is sharded over {ranks}"
+    if isinstance(optimizer, LBFGS) and x.shape[0] % ranks:
+        return f"LBFGS needs equal shards, and the rows of a weight {tuple(x.shape)} do not divide by {ranks} ranks"
+    return None
 
 
 def _is_dcp_file(path: Path) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.compat.check import check_private_uses
@@ -25,24 +27,25 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.attention.stand_ins import SHARED_SAMPLES, install_stand_ins, release_stand_ins
 from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import prove_membership
+from lightning_cp.strategies.agreement import Agreement, compare_jobs
 from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
 from lightning_cp.strategies.context import ContextParallel
-from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
+from lightning_cp.strategies.gradients import mean_grad, sharded_units
 from lightning_cp.strategies.ranks.launchers import check_start_method, choose_start_method
 from lightning_cp.strategies.ranks.local_ranks import LocalRanks
 from lightning_cp.strategies.ranks.sweep_ranks import end_previous_job
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.weights.initial import equal_initial_weights
-from lightning_cp.strategies.weights.late import LateWeights
 from lightning_cp.strategies.weights.replaced import ReplacedWeights
-from lightning_cp.strategies.weights.trained import TrainedWeights
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
+_GRAD_ARGUMENTS = list(signature(torch.autograd.grad).parameters)[2:]
 
 
 class ContextParallelMixin:
@@ -129,9 +132,8 @@ class ContextParallelMixin:
         self._settings = StrategySettings.pick(settings)
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
-        self._late_weights = LateWeights()
-        self._trained_weights = TrainedWeights()
-        self._equal_optimizers = EqualOptimizers()
+        self._agreement = Agreement()
+        self._gathered: list[FSDPModule] = []  # units whose weights `grad` keeps gathered
         self.local_ranks = LocalRanks()
 
     @property
@@ -317,21 +319,54 @@ class ContextParallelMixin:
         raise NotImplementedError
 
     def backward(self, *args: Any, **settings: Any) -> Any:
-        """Run a backward. Raises: ValueError: weights were loaded, or began to train, on some ranks only."""
-        self._late_weights.check()
-        self._trained_weights.before_backward()
+        """Run a backward.
+
+        Raises, on all ranks:
+            ValueError: weights were loaded, cast, or changed in what trains, on some ranks only or in a way that the
+                strategy cannot follow; replicated weights differ (not with check_peers="off").
+            PeerMismatchError: optimizers have other settings on other ranks; not with check_peers="off".
+        """
+        checks = self._settings.check_peers != "off"
+        averages_weights = getattr(self, "_model_averaging_period", None) is not None  # they may differ in between
+        loss = args[0] if args else next(iter(settings.values()))
+        self._agreement.before_backward(loss, optimizers=checks, weights=checks and not averages_weights)
         return super().backward(*args, **settings)  # type: ignore[misc]
+
+    def grad(self, outputs: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
+        """Compute `torch.autograd.grad`: the gradients of one process, on every rank, for use within a step.
+
+        Each rank passes the whole loss, as to a backward. With `create_graph=True`, what is computed from the gradients
+        can be a part of the loss: a gradient penalty trains as in one process, if each rank adds the whole penalty.
+
+        Args:
+            outputs, inputs, args, settings: as for `torch.autograd.grad`. Inputs are weights, or whole tensors that
+                context peers share; shards of tokens are not supported.
+        Returns: as `torch.autograd.grad`. For weights (`nn.Parameter`), the mean over all ranks: the gradient of the
+            mean of the outputs of all data groups, as a backward leaves it in `.grad`; whole where weights are sharded.
+            For other tensors, the mean over the context group: the gradient of this data group's outputs.
+            With `allow_unused`, None if no rank uses an input.
+        Ranks: the whole world. Gradient: with create_graph, exact; second derivatives of attention are not implemented.
+        Raises: PeerMismatchError: with sharded weights, other ranks run a forward; see `EqualBranches.next`.
+        """
+        settings.update(zip(_GRAD_ARGUMENTS, args, strict=False))
+        units = sharded_units(self._agreement.wrappers())
+        context = None if self.context.groups is None else self.context.initialized_groups().context
+        grads = mean_grad(outputs, inputs, units, context, **settings)
+        if settings.get("create_graph"):
+            self._gathered = units
+        for unit in self._gathered:  # graphs of gradients read the weights
+            unit.unshard()
+        return grads
 
     def optimizer_step(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
         """Run an optimizer step.
 
-        Raises:
-            PeerMismatchError: see `EqualOptimizers.step`; not with check_peers="off".
-            ValueError: the loss does not use a trained parameter; see `check_reduced`.
+        Raises: ValueError: the loss does not use a trained parameter; see `check_reduced`.
         """
-        self._trained_weights.check_reduced()
-        if self._settings.check_peers != "off":
-            self._equal_optimizers.step(optimizer)
+        gathered, self._gathered = self._gathered, []
+        for unit in gathered:
+            unit.reshard()
+        self._check_reduced()
         return super().optimizer_step(optimizer, *args, **settings)  # type: ignore[misc]
 
     def save_checkpoint(self, *args: Any, **settings: Any) -> None:
@@ -345,6 +380,9 @@ class ContextParallelMixin:
         Raises: PeerMismatchError: context peers were given different data in the last forward.
         """
         stop_watch()
+        for wrapper in self._agreement.wrappers():
+            SHARED_SAMPLES.discard(wrapper)
+            release_stand_ins(wrapper)
         try:
             self.context.finish_checks(within_s=0.0)
         finally:
@@ -368,17 +406,24 @@ class ContextParallelMixin:
         """
         with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
             yield
-        self._late_weights.add(module)
+        self._agreement.add_weights(module)
         self._share_random_state()
+
+    def check_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Check optimizers before their first step. Raises: ValueError: one cannot update the weights."""
 
     def watch_trained(self, wrapper: nn.Module) -> None:
         """Follow parameters of a DDP or sharded module that begin to train after set-up."""
-        self._trained_weights.add(
-            wrapper, self._lightning.root_device, self._follow_trained, peers=self._forward_peers(wrapper)
-        )
+        if self.context.groups is not None and self.context_size > 1:
+            install_stand_ins(wrapper)
+            SHARED_SAMPLES.add(wrapper)
+        self._agreement.add_wrapper(wrapper, self._follow_trained)
 
-    def _follow_trained(self, wrapper: nn.Module) -> None:
-        """Adapt a wrapper to the parameters that train now. Ranks: the whole world."""
+    def _check_reduced(self) -> None:
+        """Check that the gradients of DDP modules were averaged."""
+
+    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
+        """Adapt a wrapper to the parameters that train now, before the backward of a loss. Ranks: the whole world."""
         raise NotImplementedError
 
     def _share_random_state(self) -> None:
@@ -390,10 +435,6 @@ class ContextParallelMixin:
         """Let data groups draw different noise, also after `seed_everything`."""
         if self.context.groups is not None:
             separate_random_states(self.context.groups)
-
-    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that must run each forward of a module together; None: only this rank."""
-        raise NotImplementedError
 
     @property
     def _planned_world(self) -> int:

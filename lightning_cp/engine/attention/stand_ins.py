@@ -1,4 +1,5 @@
-"""Stand-ins for functions of PyTorch and diffusers: attention, the choice of its blocks, dropout and recomputation.
+"""Stand-ins for functions of PyTorch and diffusers: attention, the choice of its blocks, dropout, recomputation,
+gradients.
 
 They are installed while a parallel model exists. Each calls the original function unless a scope is set (`scope`), so
 other models and plain functions are not changed. Nothing else is replaced: any code that runs inside a planned module
@@ -19,10 +20,12 @@ from weakref import WeakSet
 import torch
 import torch.nn.attention.flex_attention as flex_module
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_cp.compat.torch_names import function_modes, script_as, trace_as_before, trace_into
+from lightning_cp.compat.torch_names import function_modes, in_backward, script_as, trace_as_before, trace_into
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.chosen_blocks import CHOOSERS, CHOOSING
 from lightning_cp.engine.attention.dropout import drop
@@ -44,6 +47,7 @@ _STAND_INS: dict[int, _Function] = {}  # by ID of the original function; kept, s
 _UNDER: dict[int, _Function] = {}  # by ID of the stand-in: its original function
 _TRACED: dict[_Function, _Function] = {}  # the same, by original function
 _USERS: WeakSet[Any] = WeakSet()
+SHARED_SAMPLES: WeakSet[nn.Module] = WeakSet()  # set up by a strategy; each rank's gradients are a part
 
 
 def install_stand_ins(user: object) -> None:
@@ -139,6 +143,7 @@ def _functions() -> Iterator[tuple[ModuleType, str]]:
             yield torch, name
     for name in RECOMPUTING:
         yield torch.utils.checkpoint, name
+    yield torch.autograd, "grad"
 
 
 def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
@@ -175,7 +180,7 @@ class _OfBuiltin:
 
 
 def _stand_in(name: str, original: _Function) -> _Function:
-    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, **RECOMPUTING, **CHOOSING}
+    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, "grad": _grad, **RECOMPUTING, **CHOOSING}
     stand_in = makers[name](original) if name in makers else _dropout(name, original)
     return _OfBuiltin(stand_in) if inspect.isbuiltin(original) else stand_in
 
@@ -231,6 +236,40 @@ def _dropout(name: str, original: _Function) -> _Function:
         return without_scope(drop, name, original, scope.session, *args, **kwargs)  # a mode calls the stand-in again
 
     return dropout
+
+
+def _grad(original: _Function) -> _Function:
+    @wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if SHARED_SAMPLES and not torch.compiler.is_compiling() and not in_backward():
+            _refuse_weights(inputs)
+        return original(outputs, inputs, *args, **kwargs)
+
+    return grad
+
+
+def _refuse_weights(inputs: Any) -> None:
+    """Check the inputs of `torch.autograd.grad`. Raises: ValueError: weights of which each rank has a part."""
+    several = inputs.values() if isinstance(inputs, Mapping) else inputs
+    weights = [weight_of(x) for x in ([several] if isinstance(several, (Tensor, GradientEdge)) else tuple(several))]
+    if not any(x is not None for x in weights):
+        return
+    named = (pair for module in SHARED_SAMPLES for pair in module.named_parameters())
+    names = {id(x): name.removeprefix("module.") for name, x in named}
+    for x in weights:
+        if id(x) in names or isinstance(x, DTensor):
+            raise ValueError(
+                f"torch.autograd.grad would return this rank's part of the gradient of {names.get(id(x), 'a weight')}, "
+                "because several ranks share each sample: use strategy.grad(outputs, inputs, ...), with the same "
+                "arguments, which returns the gradient of one process on every rank (fabric.strategy.grad, or "
+                "self.trainer.strategy.grad in a LightningModule)"
+            )
+
+
+def weight_of(x: Any) -> nn.Parameter | None:
+    """Return the weight that an input of `torch.autograd.grad` is, or of which it is the edge in a graph, or None."""
+    x = getattr(getattr(x, "node", None), "variable", x)
+    return x if isinstance(x, nn.Parameter) else None
 
 
 def _skips_scores() -> bool:

@@ -16,15 +16,20 @@ _CHUNK, _CHUNK_ON_GPU = 1 << 15, 1 << 21
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # constants of splitmix64, as signed integers
 
 
-@torch.no_grad()
 def checksum(x: Tensor) -> int:
-    """Sum a 64-bit hash of (position, bits) over all elements, modulo 2^64.
+    """Sum a 64-bit hash of (position, bits) over all elements, modulo 2^64. Synchronises the host.
 
-    Equal bits give equal checksums on every device and for every stride. Synchronises the host.
+    Equal bits give equal checksums on every device and for every stride.
 
     Args:
         x: any strided tensor.
     """
+    return int(checksum_on_device(x))
+
+
+@torch.no_grad()
+def checksum_on_device(x: Tensor) -> Tensor:
+    """Compute `checksum` on the device of `x`, without waiting for it: int64 []."""
     x = torch.view_as_real(x) if x.is_complex() else x
     flat = x.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8
@@ -39,7 +44,7 @@ def checksum(x: Tensor) -> int:
             position = torch.arange(start, start + len(part), dtype=torch.int64, device=x.device)
             total += _mixed(position.mul_(_ODD[0]).add_(part)).sum()
             start += len(part)
-    return int(total)
+    return total
 
 
 @torch.no_grad()

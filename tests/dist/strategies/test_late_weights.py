@@ -45,10 +45,10 @@ def _frozen(model: Mixed, rank: int) -> None:
 
 
 LATE: dict[str, tuple[Callable[[Mixed, int], None], str]] = {
-    "load": (_load, " on rank 1 differs from rank 0's"),
-    "shards": (_shards, "which is sharded, was changed on rank 0, and nothing was on rank 1"),
+    "load": (_load, "qkv.weight of _LoadsLate differs: checksum"),
+    "shards": (_shards, "any sharded weight of _LoadsLate differs: changed [plain"),
     "data": (_data, "proj_out.weight"),
-    "frozen": (_frozen, "encoder.weight on rank 1 differs from rank 0's"),
+    "frozen": (_frozen, "encoder.weight of _LoadsLate differs: checksum"),
 }
 
 

@@ -76,8 +76,8 @@ def distance(trained: nn.Module, how: str) -> float:
     return float((flat(trained) - flat(model)).norm() / flat(model).norm())
 
 
-def _trainer(rank: int, world: int, kind: str, how: str, ring: int) -> float | str:
-    """Distance from one process; or an error."""
+def _trainer(rank: int, world: int, kind: str, how: str, ring: int) -> float:
+    """Distance from one process."""
     model = Two(how)
     data: Any = [0] * STEPS * world
     trainer = trainer_of(
@@ -88,14 +88,11 @@ def _trainer(rank: int, world: int, kind: str, how: str, ring: int) -> float | s
         max_epochs=1,
         limit_train_batches=STEPS,
     )
-    try:
-        trainer.fit(model, DataLoader(data))
-    except ValueError as error:
-        return str(error)
+    trainer.fit(model, DataLoader(data))
     return distance(model, how)
 
 
-def _fabric(rank: int, world: int, kind: str, how: str, ring: int) -> float | str:
+def _fabric(rank: int, world: int, kind: str, how: str, ring: int) -> float:
     """The same with Fabric; turns are taken between steps."""
     fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=ring, **BY_PLAN))
     model = Two(how)
@@ -129,10 +126,4 @@ def test_transformers_that_take_turns_train_as_in_one_process(
     runner: Any, world: int, ring: int, kind: str, how: str, run_ranks: RankPool
 ) -> None:
     for found in run_ranks(world, runner, kind, how, ring, init=False):
-        if runner is _trainer and how == "frozen":
-            assert isinstance(found, str)
-            assert "second" in found
-            assert "began to train within a step" in found
-        else:
-            assert isinstance(found, float), found
-            assert found < 1e-5
+        assert found < 1e-5

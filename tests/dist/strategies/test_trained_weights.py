@@ -40,9 +40,37 @@ class _Adapted(nn.Module):
         return self.base(x) + self.adapter(x)  # type: ignore[no-any-return]
 
 
-def _adapt(model: Mixed, seed: int) -> None:
+def _adapt(model: Mixed, _: str = "", seed: int = 0) -> None:
     torch.manual_seed(seed)
     model.encoder = _Adapted(model.encoder)  # type: ignore[assignment]
+
+
+def _cast(model: Mixed, _: str = "") -> None:
+    model.double().float()  # exact
+
+
+def _replace(model: Mixed, _: str = "") -> None:
+    torch.manual_seed(3)
+    model.plain.proj_out = nn.Linear(16, 3)
+
+
+@torch.no_grad()
+def _evaluate(model: Mixed, _: str = "") -> None:
+    """Edit, freeze and unfreeze weights after an evaluation."""
+    model(inputs())
+    for x in model.plain.blocks.parameters():
+        x.mul_(0.9)
+    model.plain.blocks[0].requires_grad_(requires_grad=False)
+    model.plain.proj_out.requires_grad_(requires_grad=True)
+
+
+CHANGES: dict[str, Callable[[Mixed, str], None]] = {
+    "unfreeze": _unfreeze,
+    "adapter": _adapt,
+    "cast": _cast,
+    "replace": _replace,
+    "evaluate": _evaluate,
+}
 
 
 def _steps(
@@ -76,22 +104,29 @@ def _steps(
 def _followed(rank: int, world: int, kind: str, how: str) -> tuple[float, float]:
     """Difference from one process, and from one process without the change."""
     settings: dict[str, Any] = {"ring": 1, "broadcast_buffers": False} if how == "adapter" else {"ring": world}
+    if how == "evaluate":
+        settings["reshard_after_forward"] = False
     fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](**settings, **BY_PLAN))
     model = _frozen(kind)
 
-    def change(one: Mixed, seed: int = 0) -> None:
-        return _adapt(one, seed) if how == "adapter" else _unfreeze(one, kind)
-
     extra = 2 * (rank == 1) if how == "adapter" else 0  # a data group may run forwards of its own
-    trained = _steps(model, lambda one: change(one, rank), fabric.setup(model), fabric, extra)
-    expected, without = _steps(_frozen(kind), change), _steps(_frozen(kind), lambda _: None)
+    wrapped = fabric.setup(model)
+    trained = _steps(model, lambda one: CHANGES[how](one, kind), wrapped, fabric, extra)
+    expected, without = (_steps(_frozen(kind), x) for x in (lambda one: CHANGES[how](one, kind), lambda _: None))
     moved = 1.0 if len(trained) != len(without) else float((trained - without).norm() / without.norm())
     return float((trained - expected).norm() / expected.norm()), moved
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("cp", "unfreeze"), pytest.param("cp", "adapter", marks=pytest.mark.full), ("cp_fsdp", "unfreeze")],
+    [
+        ("cp", "unfreeze"),
+        ("cp", "cast"),
+        pytest.param("cp", "replace", marks=pytest.mark.full),
+        pytest.param("cp", "adapter", marks=pytest.mark.full),
+        ("cp_fsdp", "unfreeze"),
+        ("cp_fsdp", "evaluate"),
+    ],
 )
 def test_a_change_between_steps_trains_as_in_one_process(run_ranks: RankPool, kind: str, how: str) -> None:
     for error, moved in run_ranks(3, _followed, kind, how, init=False):
@@ -139,7 +174,7 @@ class _WithUnused(Mixed):
 
 def _refused(rank: int, world: int, kind: str, how: str) -> str:
     settings = {"static_graph": True} if how == "static" else {}
-    ring = 1 if how == "unequal groups" else world
+    ring = 1 if how in ("unequal groups", "added") else world
     fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=ring, **BY_PLAN, **settings))
     model = _WithUnused() if how == "unused" else _frozen("cp")
     wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
@@ -151,7 +186,11 @@ def _refused(rank: int, world: int, kind: str, how: str) -> str:
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if "unequal" not in how or rank == 1:
+            if how == "added":
+                _adapt(model, seed=rank)
+            elif how in ("cast", "replace"):
+                model.double() if how == "cast" else _replace(model)
+            elif "unequal" not in how or rank == 1:
                 _unfreeze(model, "cp")
     except ValueError as error:
         return str(error)
@@ -161,10 +200,13 @@ def _refused(rank: int, world: int, kind: str, how: str) -> str:
 REFUSED = [
     ("cp", "unequal", "freeze the same weights, on every rank"),
     ("cp", "unequal groups", "freeze the same weights, on every rank"),
-    ("cp", "within", "encoder.weight began to train within a step"),
+    ("cp", "within", "does not use the trained parameters encoder.weight, encoder.bias, head.weight"),
+    ("cp", "added", "encoder.adapter.weight differs: checksum"),
     ("cp", "static", "static_graph=True does not support"),
     ("cp", "unused", "does not use the trained parameters spare.weight, spare.bias, so"),
     ("cp_fsdp", "unequal", "freeze the same weights, on every rank"),
+    ("cp_fsdp", "cast", "were cast or moved (to torch.float64 on cpu) after the first forward"),
+    ("cp_fsdp", "replace", "plain.proj_out.weight began to train after set-up and is not sharded"),
     ("cp_fsdp", "whole", "encoder.weight began to train after set-up and is not sharded"),
 ]
 
@@ -174,3 +216,29 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(run_ranks: RankPool, k
     for how, message in [(how, message) for one, how, message in REFUSED if one == kind]:
         for said in run_ranks(3, _refused, kind, how, init=False):
             assert message in said
+
+
+def _drawn(rank: int, world: int, name: str) -> tuple[str, int]:
+    """Draw other numbers into a weight on each data group, after the third step."""
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=1, **BY_PLAN))
+    model = Mixed(0)
+    wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
+    for step in range(20):
+        try:
+            fabric.backward(wrapped(inputs()).square().mean() * 1e-3)
+        except ValueError as error:
+            return str(error), step
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                model.get_parameter(name).normal_(generator=torch.Generator().manual_seed(rank))
+    return "nothing was refused", 0
+
+
+@pytest.mark.parametrize("name", ["encoder.bias", pytest.param("plain.proj_out.bias", marks=pytest.mark.full)])
+def test_other_values_in_replicated_weights_are_refused_on_every_rank(run_ranks: RankPool, name: str) -> None:
+    for said, step in run_ranks(3, _drawn, name, init=False):
+        assert f"{name} differs: checksum" in said
+        assert "must draw the same numbers on every rank" in said
+        assert step == 8

@@ -1,0 +1,80 @@
+"""Gradients that a step computes without a backward: those of one process, on every rank (`strategy.grad`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.compat.fabric_names import as_fabric_backward
+from lightning_cp.compat.fsdp_names import gathered_weights
+from lightning_cp.engine.attention.stand_ins import original_of, weight_of
+
+
+def mean_grad(
+    outputs: Any, inputs: Any, units: Sequence[FSDPModule], context: dist.ProcessGroup | None, **settings: Any
+) -> Any:
+    """Compute `torch.autograd.grad`, and its mean over ranks: all for weights, those of `context` for other tensors.
+
+    Args:
+        units: sharded modules that hold weights among the inputs.
+        context: ranks that share a sample; None: only this one.
+        settings: further arguments of `torch.autograd.grad`.
+    Returns: as `torch.autograd.grad`; gradients of sharded weights are whole.
+    Ranks: the whole world. Gradient: the same mean over ranks, the adjoint.
+    """
+    names = list(inputs) if isinstance(inputs, Mapping) else None
+    if names is not None:
+        inputs = inputs.values()
+    wanted = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
+    gathered = {id(shard): weight for unit in units for shard, weight in gathered_weights(unit)}
+    in_graph: list[Any] = [gathered.get(id(x), x) for x in wanted]
+    with as_fabric_backward():
+        grads = list(original_of(torch.autograd.grad)(outputs, in_graph, **settings))
+    for group, is_weight in ((dist.group.WORLD, True), (context, False)):
+        chosen = [i for i, x in enumerate(wanted) if (weight_of(x) is not None) is is_weight]
+        if group is None or group.size() == 1 or not chosen:
+            continue
+        if any(grads[i] is None for i in chosen) or settings.get("allow_unused"):
+            used = [any(flags) for flags in zip(*_used(grads, chosen, group), strict=True)]
+            chosen = [i for i, any_rank in zip(chosen, used, strict=True) if any_rank]
+        values = [torch.zeros_like(in_graph[i]) if grads[i] is None else grads[i] for i in chosen]
+        for i, mean in zip(chosen, _Mean.apply(group, *values), strict=True):  # type: ignore[no-untyped-call]
+            grads[i] = mean
+    for i, x in enumerate(wanted):
+        if grads[i] is not None and isinstance(x, Tensor):
+            grads[i] = grads[i].to(x.dtype)  # FSDP2 may gather weights in a lower precision
+    return tuple(grads) if names is None else dict(zip(names, grads, strict=True))
+
+
+def _used(grads: Sequence[Tensor | None], chosen: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    return all_gather_ints([int(grads[i] is not None) for i in chosen], group=group)
+
+
+class _Mean(torch.autograd.Function):
+    """Mean of tensors over the ranks of a group, summed in float32 or wider. Backward: the same."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        totals = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for x in tensors]
+        for work in [dist.all_reduce(total, group=group, async_op=True) for total in totals]:
+            work.wait()
+        return tuple((total / group.size()).to(x.dtype) for x, total in zip(tensors, totals, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Mean.apply(ctx.group, *grads)  # type: ignore[no-untyped-call]
+
+
+def sharded_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Return the sharded modules in `modules`."""
+    return [inner for module in modules for inner in module.modules() if isinstance(inner, FSDPModule)]

@@ -1,0 +1,154 @@
+"""`strategy.grad`: the gradients of one process on every rank, in a step; torch's own function is refused there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.dist.lightning_ranks import everyones, fabric_of, flat, trainer_of
+from tests.dist.plain import Plain
+from tests.dist.strategies.test_initial_weights import BY_PLAN, STRATEGIES
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class _Model(LightningModule):
+    """A transformer, and a weight that no loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain, self.scale = Plain().double(), nn.Parameter(torch.ones(3).double())
+        self.spare = nn.Parameter(torch.ones(2).double(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.plain(x)[0] * self.scale
+        return out
+
+    def penalized(self, out: Tensor, grad: Any) -> Tensor:
+        """Return a loss with the norm of gradients, and one weighted by the norms of two losses."""
+        loss, other = out.square().mean(), out.abs().mean()
+        last = self.plain.proj_out.weight
+        weights = [last, self.plain.blocks[1].out.bias, self.scale]
+        norms = sum(x.square().sum() for x in grad(loss, weights, create_graph=True))
+        first, second = (grad(one, last, retain_graph=True)[0].norm() for one in (loss, other))
+        return loss + norms + first / second * other
+
+    def training_step(self, x: Tensor, _: int) -> Tensor:
+        return self.penalized(self(x), self.trainer.strategy.grad)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([x for x in self.parameters() if x.requires_grad], lr=0.1)
+
+
+def _inputs(sample: int) -> Tensor:
+    return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(sample), dtype=torch.float64)
+
+
+def _losses(model: _Model, samples: range, grad: Any) -> Tensor:
+    """Mean loss of samples that one process computes together: its penalties are those of the mean loss."""
+    return model.penalized(torch.cat([model(_inputs(sample)) for sample in samples]), grad)
+
+
+def _trained(rank: int, world: int, flavour: str, kind: str, degrees: dict[str, int]) -> float:
+    model, alone = _Model(), _Model()
+    strategy = STRATEGIES[flavour, kind](**degrees, **BY_PLAN)
+    groups = 1 if degrees else world
+    if flavour == "trainer":
+        data: Any = torch.cat([_inputs(0), _inputs(0)])
+        trainer = trainer_of(rank, world, strategy, max_steps=2)
+        trainer.fit(model, DataLoader(data, batch_size=2, shuffle=False))
+    else:
+        fabric = fabric_of(rank, world, strategy)
+        wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
+        for _ in range(2):
+            fabric.backward(model.penalized(wrapped(_inputs(rank % groups)), strategy.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = alone.configure_optimizers()
+    for _ in range(2):
+        optimizer.zero_grad()
+        _losses(alone, range(groups), torch.autograd.grad).backward()
+        optimizer.step()
+    return float((flat(model) - flat(alone)).norm() / flat(alone).norm())
+
+
+@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+@pytest.mark.parametrize(
+    ("world", "flavour", "degrees"),
+    [
+        (2, "fabric", {"ring": 2}),
+        (3, "fabric", {"ulysses": 3}),
+        (3, "trainer", {"ring": 3}),
+        pytest.param(2, "trainer", {"ulysses": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_penalties_train_as_in_one_process(
+    run_ranks: RankPool, kind: str, world: int, flavour: str, degrees: dict[str, int]
+) -> None:
+    assert max(run_ranks(world, _trained, flavour, kind, degrees, init=False)) < 1e-6  # `flat` is in float32
+
+
+def _values(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[float]:
+    """Errors of gradients of a loss, with respect to the weights and the input, for several arguments."""
+    strategy = STRATEGIES["fabric", kind](**degrees, **BY_PLAN)
+    fabric = fabric_of(rank, world, strategy)
+    model, alone, groups = _Model(), _Model(), 1 if degrees else world
+    wrapped = fabric.setup(model)
+    errors = []
+    for settings in ({}, {"allow_unused": True}, {"materialize_grads": True}, {"grad_outputs": torch.tensor(3.0)}):
+        x, inputs = _inputs(rank % groups).requires_grad_(), [_inputs(i).requires_grad_() for i in range(groups)]
+        optional = [("spare", 0)] if "grad_outputs" not in settings and settings else []
+        for one in (model, alone):
+            one.spare.requires_grad_(requires_grad=bool(optional) and kind == "cp")
+        names = [name for name, value in alone.named_parameters() if name != "spare" or value.requires_grad]
+        weights = [dict(model.named_parameters())[name] for name in names]
+        grads = strategy.grad(wrapped(x).square().mean(), [*weights, x], **settings)
+        loss = torch.cat([alone(one) for one in inputs]).square().mean()
+        same = [*(dict(alone.named_parameters())[name] for name in names), *inputs]
+        expected = list(torch.autograd.grad(loss, same, **settings))
+        expected[len(names) :] = [groups * expected[len(names) + rank % groups]]  # of the mean of this data group only
+        assert [x is None for x in grads] == [x is None for x in expected]
+        pairs = [(a, b) for a, b in zip(grads, expected, strict=True) if a is not None and b is not None]
+        errors += [float((a - b).abs().max()) for a, b in pairs]
+        assert all(float(a.sum()) == other for a, _ in pairs[: len(names) - 1] for other in everyones(float(a.sum())))
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+@pytest.mark.parametrize(("world", "degrees"), [(2, {"ulysses": 2}), (3, {"ring": 3}), (3, {})], ids=str)
+def test_gradients_of_one_process_on_every_rank(
+    run_ranks: RankPool, kind: str, world: int, degrees: dict[str, int]
+) -> None:
+    for errors in run_ranks(world, _values, kind, degrees, init=False):
+        assert max(errors) < 1e-14
+
+
+def _refused(rank: int, world: int, kind: str) -> list[str]:
+    strategy = STRATEGIES["fabric", kind](ring=world, **BY_PLAN)
+    fabric = fabric_of(rank, world, strategy)
+    model, plain = _Model(), nn.Linear(2, 2)
+    wrapped = fabric.setup(model)
+    loss, said = wrapped(_inputs(0)).square().mean(), []
+    edge: Any = torch.autograd.graph.get_gradient_edge(model.plain.proj_out.bias) if kind == "cp" else None
+    for inputs in (model.plain.proj_out.weight, [model.scale], edge, {"a": model.scale})[: 4 if kind == "cp" else 2]:
+        with pytest.raises(ValueError, match=r"use strategy.grad\(outputs, inputs") as caught:
+            torch.autograd.grad(loss, inputs, retain_graph=True)
+        said.append(str(caught.value))
+    torch.autograd.grad(plain(torch.ones(2)).sum(), plain.weight)  # another module
+    if kind == "cp":
+        strategy.teardown()
+        torch.autograd.grad(model.scale.sum(), model.scale)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+def test_torchs_own_function_is_refused_for_weights(run_ranks: RankPool, kind: str) -> None:
+    for said in run_ranks(3, _refused, kind, init=False):
+        assert "gradient of plain.proj_out.weight, because several ranks" in said[0]
