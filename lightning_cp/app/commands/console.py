@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 
-from lightning_cp import __version__
 from lightning_cp.compat.packages import missing_package
 
 COMMANDS = {
@@ -43,7 +43,7 @@ def main() -> int | None:
         print("\n`lightning-cp --version` prints the version.")
         return 0
     if name in ("-V", "--version"):
-        print(f"lightning-cp {__version__}")
+        print(f"lightning-cp {version('lightning-cp')}")
         return 0
     close = get_close_matches(name, COMMANDS, 1)
     meant = f"did you mean {close[0]}? All are" if close else "use one of"
