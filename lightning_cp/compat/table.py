@@ -278,6 +278,7 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             _register_pre_backward_hook="omit a warning about returned views",
         ),
         *_uses(feature, f"{_FSDP}_fsdp_param_group:FSDPParamGroup", fsdp_params=_REDUCE, post_backward=_REDUCE),
+        *_uses(feature, f"{_FSDP}_fsdp_param_group:FSDPParamGroup", post_forward="free weights after evaluations"),
         *_uses(
             feature,
             f"{_FSDP}_fsdp_param:FSDPParam",
@@ -315,6 +316,7 @@ _TRAINER = [
     *_uses(
         "trainer",
         "lightning.pytorch.strategies.ddp:DDPStrategy",
+        _model_averaging_period="let weights differ between ranks where they are averaged later",
         _setup_model="fix the order in which gradients are summed",
     ),
     *_uses(

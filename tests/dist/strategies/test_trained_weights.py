@@ -131,7 +131,7 @@ def _followed(rank: int, world: int, kind: str, how: str) -> tuple[float, float]
 def test_a_change_between_steps_trains_as_in_one_process(run_ranks: RankPool, kind: str, how: str) -> None:
     for error, moved in run_ranks(3, _followed, kind, how, init=False):
         assert error < 1e-5
-        assert moved > 10 * error
+        assert moved > 10 * error or how == "cast"  # which changes no value
 
 
 class _Unfreezes(Mixed):
