@@ -76,7 +76,7 @@ def test_settings_that_cannot_be_planned_are_errors(overrides: str, message: str
 
 
 def test_other_recipes_need_degrees() -> None:
-    with pytest.raises(SettingsError, match="are for recipes"):
+    with pytest.raises(SettingsError, match="are for lightning-cp train"):
         resolve_world(_config(*AUTO, "devices=2"), TestMachine(cores=2), None)
 
 

@@ -120,7 +120,7 @@ def test_invalid_samples_are_refused_and_the_writer_goes_on(
 
 
 def test_what_is_not_finished_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"is not a latent cache: it has no index.json. Make a cache with"):
+    with pytest.raises(CacheError, match=r"is not a latent cache: it has no index.json. Make one with"):
         LatentCache(tmp_path / "nothing")
     with prepare_cache(tmp_path, index(planned_samples=9)) as prepared:
         with CacheWriter(tmp_path) as writer:
