@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_cp.files import check_regular, read_json, why_not_regular
-from lightning_cp.pipeline_folder.index import MODULAR_INDEX, PIPELINE_INDEX, index_file
+from lightning_cp.pipeline_folder.index import PIPELINE_INDEX, find_pipeline, index_file
 
 SINGLE_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
@@ -45,11 +45,8 @@ def local_pipeline(source: str | Path, component: str, *, setting: str) -> Path:
         setting: name of the setting that holds `source`, for error messages.
     Raises: ValueError: it is no pipeline, or cannot be downloaded.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        if folder.exists() or folder.is_absolute() or str(source).startswith(".") or len(folder.parts) != 2:
-            raise ValueError(f"{setting}={source} must be a pipeline's folder or an id on the Hub (owner/name)")
-        folder = _download(str(source), component, setting)
+    wanted = ("config.json", SINGLE_FILE, INDEX_FILE, "diffusion_pytorch_model-*.safetensors")
+    folder = find_pipeline(source, *(f"{component}/{name}" for name in wanted), setting=setting)
     if index_file(folder) is None:
         is_model = (folder / "config.json").is_file()
         hint = "it holds one model, so use its parent folder" if is_model else "use a folder saved by save_pretrained"
@@ -110,21 +107,3 @@ def _without_weights(folder: Path) -> str:
         if file.exists():
             return f"{file} {why_not_regular(file)}, but must be a file"
     return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{variant_files}"
-
-
-def _download(source: str, component: str, setting: str) -> Path:
-    """Download the configs and one component's safetensors files from the Hub, or find them in its cache."""
-    from huggingface_hub import snapshot_download
-
-    wanted = ("config.json", SINGLE_FILE, INDEX_FILE, "diffusion_pytorch_model-*.safetensors")
-    try:
-        return Path(
-            snapshot_download(
-                source,
-                allow_patterns=[PIPELINE_INDEX, MODULAR_INDEX, *(f"{component}/{name}" for name in wanted)],
-                ignore_patterns=["*.fp16.safetensors", "*.bf16.safetensors"],
-            )
-        )
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).split("\n")), "").strip()
-        raise ValueError(f"{setting}={source} is not a folder, and cannot be downloaded: {reason}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from torch import nn
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
-from lightning_cp.pipeline_folder.index import MODULAR_INDEX, index_file
+from lightning_cp.pipeline_folder.index import MODULAR_INDEX, find_pipeline, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
 from lightning_cp.pipelines.placement.modular import load_modular
 from lightning_cp.plans import refusal, registered_plan
@@ -46,6 +45,7 @@ def load_pipeline(
 
     loaded: Any = kind or DiffusionPipeline
     where = f"{setting}={source}"
+    find_pipeline(source, setting=setting)
     try:
         if is_modular_source(source):
             pipe = load_modular(source, dtype, without=without, components=components, kind=kind)
@@ -121,16 +121,8 @@ def _absent(source: str) -> list[str]:
 
 def is_modular_source(source: str) -> bool:
     """Return whether a source has the index of a modular pipeline only."""
-    from diffusers import DiffusionPipeline, ModularPipeline
-
-    if Path(source).is_dir():
-        index = index_file(Path(source))
-        return index is not None and index.name == MODULAR_INDEX
-    for kind in (DiffusionPipeline, ModularPipeline):
-        with suppress(OSError, ValueError, RecursionError):
-            kind.load_config(source)
-            return kind is ModularPipeline
-    return False
+    index = index_file(find_pipeline(source, setting="source"))
+    return index is not None and index.name == MODULAR_INDEX
 
 
 def _class_in(source: str) -> Any:

@@ -21,6 +21,7 @@ from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
+from lightning_cp.pipeline_folder.index import check_source
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -106,6 +107,10 @@ def _problem(config: DictConfig) -> str | None:
         return f"ranks={config.ranks} must be 1 or more"
     if not OmegaConf.is_list(config.captions) or len(config.captions) < 2:
         return f"captions={config.captions} must be a list of two captions or more"
+    try:
+        check_source(str(config.pretrained), "pretrained")
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.runs.run_folder import check_writable
+from lightning_cp.app.settings.components import check_pretrained
 from lightning_cp.app.settings.data_folders import Sizes, data_folders
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
@@ -57,12 +58,10 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
     world = resolve_world(OmegaConf.create({**degrees, **machine_settings, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
-    name = str(read(config, "model.pretrained"))
-    source = Path(name).expanduser()
-    if not source.is_dir() and (name.count("/") != 1 or name[0] in "/.~" or source.exists()):
-        raise SettingsError(f"model.pretrained={name} is neither a folder nor an id on the Hub, such as owner/name")
-    if source.is_dir():
+    if (source := Path(str(read(config, "model.pretrained"))).expanduser()).is_dir():
         settled["model"] = {"pretrained": str(source.absolute())}
+    else:
+        check_pretrained(config)
     settled["output"] = str(output)
     config = config.copy()
     OmegaConf.update(config, "data.path", folders, merge=False)  # a folder's settings become a list of them

@@ -23,6 +23,7 @@ from lightning_cp.errors import MediaError
 from lightning_cp.files import read_json, why_not_regular
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.pipeline_folder.index import is_hub_id
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
 _BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional
@@ -71,7 +72,7 @@ def _source(config: DictConfig) -> dict[str, Any]:
     if any((folder / name).is_file() for name in _PIPELINE_FILES):
         return {"pipeline": str(folder.absolute()), "checkpoint": None, "trained": None}
     if source != "last" and not folder.exists():
-        if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        if is_hub_id(source):
             return {"pipeline": source, "checkpoint": None, "trained": None}  # id of a pipeline on the hub
         raise SettingsError(
             f"source={source} does not exist: must be `last` (the newest checkpoint under output_root), the folder of "

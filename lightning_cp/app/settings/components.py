@@ -15,7 +15,7 @@ from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import read_json
 from lightning_cp.pipeline_folder.family_table import FAMILIES, experiments_of, family_of_pipeline
-from lightning_cp.pipeline_folder.index import index_file, read_index
+from lightning_cp.pipeline_folder.index import check_source, index_file, read_index
 from lightning_cp.pipeline_folder.side_models import CONTROLNET, controlnet_error
 from lightning_cp.rules import Each, Number, Text
 
@@ -55,12 +55,19 @@ def check_components(config: DictConfig) -> None:
             raise SettingsError(f"{problem}: the ranges of {lower} and {upper} overlap")
 
 
+def check_pretrained(config: DictConfig) -> None:
+    """Check that the pipeline is a folder or an id on the Hub. Raises: SettingsError: it is not."""
+    try:
+        check_source(str(read(config, "model.pretrained")), "model.pretrained")
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
 def check_transformers(config: DictConfig) -> None:
     """Check the components and their number of heads, if the pipeline is a local folder."""
+    check_pretrained(config)
     source = Path(str(read(config, "model.pretrained")))
     if not source.is_dir():
-        if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
-            raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
         return
     index = _index(source)
     _check_experiment(source, index.get("_class_name"))

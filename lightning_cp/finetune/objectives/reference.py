@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.pipelines.adapters import adapted_layers, adapter_parameters
@@ -20,16 +21,19 @@ def reference_policy(model: nn.Module) -> Iterator[None]:
     No weights are copied. The model may be wrapped by Fabric, DDP, FSDP2 or `torch.compile`, and parallel; compiled
     blocks get a second graph. `requires_grad` does not change. Adapters that were off before stay off afterwards.
 
-    If gradients flow through this forward (to its inputs), call backward inside of the context, too: activation
-    checkpointing and `mlp_tiles` compute the forward again in backward, with the adapters of then.
+    It has no gradients: activation checkpointing and `mlp_tiles` compute a forward again in backward, with the adapters
+    of then. So enter it under `torch.no_grad()` or `inference_mode`, and call the backward of the policy outside. Where
+    gradients shall flow through the reference to its inputs, keep a frozen copy of the model.
 
         with torch.no_grad(), reference_policy(model):
             reference = model(...)
 
     Args: model: a module with adapters anywhere inside.
     Ranks: all that run the forward.
-    Raises: ValueError: the model has no adapters, they are merged into its weights, or other weights are trained.
+    Raises: ValueError: gradients are enabled, at the start or where an adapted layer runs inside (a backward that
+        recomputes the policy, too); the model has no adapters, they are merged, or other weights are trained.
     """
+    _check_no_gradients()
     layers: list[Any] = list(adapted_layers(model))
     if not layers:
         raise ValueError(
@@ -46,6 +50,7 @@ def reference_policy(model: nn.Module) -> Iterator[None]:
             "too: freeze it, or keep a frozen copy of the model as the reference"
         )
     before = [getattr(layer, _SWITCH) for layer in layers]
+    checks = [layer.register_forward_pre_hook(_check_no_gradients) for layer in (model, *layers)]
     try:
         for layer in layers:
             setattr(layer, _SWITCH, True)
@@ -53,3 +58,14 @@ def reference_policy(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, state in zip(layers, before, strict=True):
             setattr(layer, _SWITCH, state)
+        for check in checks:
+            check.remove()
+
+
+def _check_no_gradients(*_: Any) -> None:
+    """Refuse gradients: a recomputation cannot know which of its forwards had adapters. Also a forward pre-hook."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "reference_policy has no gradients: enter torch.no_grad() before, call backward outside of the context; "
+            "keep a frozen copy of the model as the reference where gradients must flow through it to its inputs"
+        )

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
-from lightning_cp.pipeline_folder.index import plain_index
+from lightning_cp.pipeline_folder.index import find_pipeline, plain_index
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.placement.modular import class_with_call, is_modular
 
@@ -70,12 +70,13 @@ def _index(source: str) -> dict[str, Any]:
     """Read the index of a pipeline, modular or not. Raises: ValueError: there is none, or it is damaged."""
     import diffusers
 
+    folder = str(find_pipeline(source, setting=_SETTING))
     try:
-        index: Any = diffusers.DiffusionPipeline.load_config(source)
+        index: Any = diffusers.DiffusionPipeline.load_config(folder)
     except (OSError, ValueError, RecursionError) as error:
         index = None
         with suppress(OSError, ValueError, RecursionError):
-            index = diffusers.ModularPipeline.load_config(source)
+            index = diffusers.ModularPipeline.load_config(folder)
         if not isinstance(index, dict):
             message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
             raise ValueError(message) from None

@@ -120,7 +120,7 @@ def test_an_error_on_one_rank_ends_all_with_that_error(
     kind, text, _ = found[0]
     expected = {
         "slow": ("MediaError", "cannot be decoded"),
-        "load": ("ValueError", "/nonexistent cannot be loaded"),
+        "load": ("ValueError", "/nonexistent must be a pipeline's folder"),
         "memory": ("MemoryError", "no memory for this clip"),
     }[place]
     assert (kind, expected[1] in text) == (expected[0], True), found

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import selective_checkpoint
 from lightning_cp.data import RandomStream
@@ -153,6 +155,34 @@ def test_the_first_ratio_is_exactly_one(run_ranks: RankPool, name: str) -> None:
         assert training.dtype == torch.float32
         assert changed
         assert torch.equal(training, results[0][0][2])  # and equal on all ranks
+
+
+def _backward_inside(rank: int, world: int, case: Case) -> tuple[str, bool]:
+    """What a backward of the policy inside of the context raises; whether one outside gives all gradients."""
+    fabric, model = case.set_up(rank, world)
+    inputs = arguments()
+    inputs["hidden_states"].requires_grad_()
+    loss = model(**inputs, return_dict=False)[0].square().mean()
+    with torch.no_grad(), reference_policy(model):
+        reference = model(**inputs, return_dict=False)[0]
+        try:
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss)
+            raised = "nothing"
+        except ValueError as error:
+            raised = str(error)
+    fabric.backward((model(**inputs, return_dict=False)[0] - reference).square().mean())
+    return raised, all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_backward_inside_of_the_reference_policy_is_refused_on_every_rank(
+    run_ranks: RankPool, reentrant: bool
+) -> None:
+    case = Case(ring=2, lora=0.0, checkpointing=partial(checkpoint, use_reentrant=reentrant))
+    for raised, trained in run_ranks(2, _backward_inside, case, init=False):
+        assert "reference_policy has no gradients" in raised
+        assert trained
 
 
 def _ratio(log_prob: Tensor, old: Tensor) -> float:

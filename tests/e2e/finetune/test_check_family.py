@@ -67,7 +67,7 @@ def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("height=33", "error: height=33 must be a multiple of 16"),
-        ("pretrained=nothing", "error: pretrained=nothing cannot be loaded: "),
+        ("pretrained=nothing", "error: pretrained=nothing must be a pipeline's folder, or the id of one"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:

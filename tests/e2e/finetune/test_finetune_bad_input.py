@@ -104,7 +104,7 @@ def test_a_pipeline_that_is_not_on_the_hub(flux: Path) -> None:
     given = ("experiment=finetune_flux", "model.pretrained=nobody/nothing", f"data.path={flux / 'latents'}")
     folder, offline = flux / "hub", {"HF_HUB_OFFLINE": "1"}
     finished = run(*given, *SMALL, *RANKS, folder=folder, timeout_s=400, environment=offline, cold=True)
-    assert "model.pretrained=nobody/nothing cannot be loaded: nobody/nothing does not" in error_of(finished)
+    assert "model.pretrained=nobody/nothing is not a folder, and cannot be downloaded: " in error_of(finished)
 
 
 @pytest.mark.full

@@ -107,7 +107,7 @@ def test_another_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
     [
         ("data.path=gone", "data.path={tmp}/gone does not exist"),
         ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
-        ("model.pretrained={tmp}/gone", "is neither a folder nor an id on the Hub"),
+        ("model.pretrained={tmp}/gone", "must be a pipeline's folder, or the id of one on the Hub"),
         ("output={data}/latents", "must not lie in data.path"),
         ("output={pipe}", "holds other files"),
         ("output={pipe}/model_index.json/out", "cannot be written to"),

@@ -107,8 +107,8 @@ def test_a_dtype_that_cannot_be_trained_is_refused(load: Callable[..., nn.Module
 
 @both
 def test_a_source_that_is_no_pipeline_is_refused(load: Callable[..., nn.Module], wan: Path, tmp_path: Path) -> None:
-    assert "must be a pipeline's folder or an id on the Hub" in error(load, tmp_path / "absent")
-    assert "must be a pipeline's folder or an id on the Hub" in error(load, "name-without-owner")
+    assert "must be a pipeline's folder, or the id of one on the Hub" in error(load, tmp_path / "absent")
+    assert "must be a pipeline's folder, or the id of one on the Hub" in error(load, "name-without-owner")
     assert "it has no model_index.json: use a folder saved by save_pretrained" in error(load, tmp_path)
     assert "it holds one model, so use its parent folder" in error(load, wan / "transformer")
     (tmp_path / "modular_model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}')

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.data import RandomStream
 from lightning_cp.finetune import LoraSettings, add_lora
@@ -174,6 +176,27 @@ def test_the_reference_policy_is_the_model_before_training_and_restored_after_an
     assert not torch.equal(adapted, without)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_inside_of_the_reference_policy_are_refused(reentrant: bool) -> None:
+    model, arguments, without = _adapted()
+    model.train().enable_gradient_checkpointing(
+        gradient_checkpointing_func=partial(checkpoint, use_reentrant=reentrant)
+    )
+    arguments["hidden_states"].requires_grad_()
+    with pytest.raises(ValueError, match=r"has no gradients: enter torch\.no_grad\(\)"), reference_policy(model):
+        pass
+    loss = model(**arguments, return_dict=False)[0].sum()
+    with torch.no_grad(), reference_policy(model):
+        assert torch.equal(model(**arguments, return_dict=False)[0], without)
+        with pytest.raises(ValueError, match="call backward outside of the context"):
+            loss.backward()  # recomputes the policy
+        with torch.enable_grad(), pytest.raises(ValueError, match="has no gradients"):
+            model(**arguments)
+    model(**arguments, return_dict=False)[0].sum().backward()
+    assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+@torch.no_grad()
 def test_a_model_without_a_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no adapters"), reference_policy(nn.Linear(2, 2)):
         pass
