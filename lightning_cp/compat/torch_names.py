@@ -33,6 +33,7 @@ with private_names("torch"):
     from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
     from torch.jit._builtins import _find_builtin, _register_builtin
     from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+    from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
@@ -63,6 +64,7 @@ __all__ = [
     "forward_ad_level",
     "function_modes",
     "get_unwrapped",
+    "has_global_hooks",
     "imported_config",
     "in_backward",
     "in_bad_fork",

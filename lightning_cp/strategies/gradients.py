@@ -26,10 +26,12 @@ def mean_grad(
     Args:
         units: sharded modules that hold weights among the inputs.
         context: ranks that share a sample; None: only this one.
-        settings: further arguments of `torch.autograd.grad`.
+        settings: further arguments of `torch.autograd.grad`. A tensor that some ranks use counts as used.
     Returns: as `torch.autograd.grad`; gradients of sharded weights are whole.
     Ranks: the whole world. Gradient: the same mean over ranks, the adjoint.
+    Raises: RuntimeError: a tensor is not used on any rank, and allow_unused is not set.
     """
+    allow_unused = settings.pop("allow_unused", None) or settings.get("materialize_grads", False)
     names = list(inputs) if isinstance(inputs, Mapping) else None
     if names is not None:
         inputs = inputs.values()
@@ -37,14 +39,22 @@ def mean_grad(
     gathered = {id(shard): weight for unit in units for shard, weight in gathered_weights(unit)}
     in_graph: list[Any] = [gathered.get(id(x), x) for x in wanted]
     with as_fabric_backward():
-        grads = list(original_of(torch.autograd.grad)(outputs, in_graph, **settings))
+        grads = list(original_of(torch.autograd.grad)(outputs, in_graph, allow_unused=True, **settings))
     for group, is_weight in ((dist.group.WORLD, True), (context, False)):
         chosen = [i for i, x in enumerate(wanted) if (weight_of(x) is not None) is is_weight]
-        if group is None or group.size() == 1 or not chosen:
+        if not chosen:
             continue
-        if any(grads[i] is None for i in chosen) or settings.get("allow_unused"):
-            used = [any(flags) for flags in zip(*_used(grads, chosen, group), strict=True)]
-            chosen = [i for i, any_rank in zip(chosen, used, strict=True) if any_rank]
+        flags = [int(grads[i] is not None) for i in chosen]
+        by_rank = [flags] if group is None or group.size() == 1 else all_gather_ints(flags, group=group)
+        used = [any(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        if not allow_unused and not all(used):
+            raise RuntimeError(
+                f"input {chosen[used.index(False)]} of strategy.grad is not used by the outputs, on any rank: leave it "
+                "out, or set allow_unused=True"
+            )
+        chosen = [i for i, is_used in zip(chosen, used, strict=True) if is_used]
+        if len(by_rank) == 1:
+            continue
         values = [torch.zeros_like(in_graph[i]) if grads[i] is None else grads[i] for i in chosen]
         for i, mean in zip(chosen, _Mean.apply(group, *values), strict=True):  # type: ignore[no-untyped-call]
             grads[i] = mean
@@ -52,10 +62,6 @@ def mean_grad(
         if grads[i] is not None and isinstance(x, Tensor):
             grads[i] = grads[i].to(x.dtype)  # FSDP2 may gather weights in a lower precision
     return tuple(grads) if names is None else dict(zip(names, grads, strict=True))
-
-
-def _used(grads: Sequence[Tensor | None], chosen: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    return all_gather_ints([int(grads[i] is not None) for i in chosen], group=group)
 
 
 class _Mean(torch.autograd.Function):

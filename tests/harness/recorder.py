@@ -57,5 +57,8 @@ class StandIn:
             x.fill_(12345.0)  # the capture of a CUDA graph computes nothing
         return Recording(output, replay, free, self.num_bytes)
 
+    def stream(self) -> int:
+        return 0
+
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Share]:
         return run(), Share(self.share)

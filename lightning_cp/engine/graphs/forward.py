@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.torch_names import tree_flatten, tree_unflatten
+from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tree_flatten, tree_unflatten
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
-from lightning_cp.engine.graphs.model_state import PLAIN, ModelState
+from lightning_cp.engine.graphs.model_state import PLAIN, ModelState, compared
 from lightning_cp.engine.graphs.recorder import Recorder, Recording, Timing
 from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.nest import named_leaves
 
 Graphs = bool | Literal["auto"]
@@ -38,10 +39,13 @@ _MOST_MEMORY = 1 / 8  # of the device's memory, for all graphs of a model
 _MOST_KEYS = 64
 _NEW_KEYS = 8  # in a row, after which the reason is logged
 
-_SDPA_KERNELS: tuple[Any, ...] = (
+_SETTINGS: tuple[Any, ...] = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.cudnn_sdp_enabled,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_default_dtype,
 )
 
 _log = logging.getLogger("lightning_cp")
@@ -83,7 +87,7 @@ class GraphedForward:
         self._state: ModelState | None = None
         self._is_stale = False
         self._logged: set[str] = set()
-        self._new_keys, self._last_key = 0, ((), *[None] * 4)
+        self._new_keys, self._last_key = 0, (None,) * 8
 
     @property
     def num_graphs(self) -> int:
@@ -102,18 +106,20 @@ class GraphedForward:
         if recorder is None or torch.compiler.is_compiling() or _is_capturing() or not self.installed.is_current():
             return call(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         reason = self._why_eager(leaves, args, kwargs, recorder.device)
         if reason:
             self._log_once(reason)
             return call(*args, **kwargs)
-        entry = self._entry_of((tuple(map(_kind, leaves)), repr(spec), *self._surroundings()))
+        kinds = tuple(map(_kind, leaves)), repr(spec), tuple(map(list(map(id, leaves)).index, map(id, tensors)))
+        entry = self._entry_of((*kinds, *self._surroundings(), recorder.stream()))
         if entry.recording is not None:
-            return self._replay(entry, args, kwargs, leaves)
+            return self._replay(entry, args, kwargs, tensors)
         if entry.is_eager:
             return call(*args, **kwargs)
         entry.forwards += 1
         if entry.forwards <= _EAGER_FORWARDS:
-            return self._run_eagerly(call, args, kwargs)
+            return self._run_eagerly(entry, tensors, lambda: call(*args, **kwargs))
         if self._graphs == "auto":
             if entry.timing is None:
                 result, entry.timing = recorder.timed(lambda: call(*args, **kwargs))
@@ -121,12 +127,12 @@ class GraphedForward:
             if not self._host_is_limit(entry.timing):
                 entry.is_eager = True
                 return call(*args, **kwargs)
-        inputs = [_static(x) if isinstance(x, Tensor) else x for x in leaves]
-        own_args, own_kwargs = tree_unflatten(inputs, spec)
-        entry.inputs = [x for x in inputs if isinstance(x, Tensor)]
+        own = {id(x): _static(x) for x in tensors}  # one tensor for an argument that is given twice
+        entry.inputs = [own[id(x)] for x in tensors]
+        own_args, own_kwargs = tree_unflatten([own.get(id(x), x) for x in leaves], spec)
         if not self._capture(entry, recorder, lambda: call(*own_args, **own_kwargs)):
             return call(*args, **kwargs)
-        return self._replay(entry, args, kwargs, leaves)
+        return self._replay(entry, args, kwargs, tensors)
 
     def must_drop(self) -> bool:
         """Return True if a weight was moved or exchanged since the graphs were captured."""
@@ -147,6 +153,8 @@ class GraphedForward:
             return "gradients are enabled (call it in torch.no_grad())"
         if transforms_are_on():
             return "it runs inside of a transform of torch.func or forward_ad"
+        if function_modes() or has_global_hooks():  # type: ignore[no-untyped-call]
+            return "a mode of torch or a global hook runs Python code"
         if installed.caches:
             names = ", ".join(kind.name for kind in installed.caches.kinds)
             return f"{names} decides in Python which blocks to compute"
@@ -161,6 +169,8 @@ class GraphedForward:
         self._state.number()
         if self._state.hooked:
             return f"a forward hook of {self._state.hooked} runs Python code"
+        if self._state.opaque:
+            return f"changes of {self._state.opaque} could not be noticed"
         if self._state.is_sharded:
             return "its weights are sharded"
         if self._state.device() != device:
@@ -179,7 +189,7 @@ class GraphedForward:
         """Return what a forward depends on besides its arguments."""
         session = self.installed.session
         assert self._state is not None, "made by `_why_eager`"
-        attention = kernel_for(session, None), *(is_enabled() for is_enabled in _SDPA_KERNELS)
+        attention = kernel_for(session, None), *(setting() for setting in _SETTINGS)
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         return self._state.number(), session.groups.name, attention, modes
 
@@ -197,15 +207,25 @@ class GraphedForward:
 
     def _difference(self, key: tuple[Any, ...]) -> str:
         assert self._state is not None, "made by `_why_eager`"
-        if key[2] != self._last_key[2]:
+        if key[3] != self._last_key[3]:
             return f"{self._state.changed} of the model"
-        return "an argument" if key[:2] != self._last_key[:2] else "a setting of torch or of attention"
+        return "an argument" if key[:3] != self._last_key[:3] else "a setting of torch or of attention"
 
-    def _run_eagerly(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, entry: _Entry, tensors: list[Tensor], run: Callable[[], Any]) -> Any:
+        """Run one of the first forwards. The last of them shows whether forwards do more than to compute a result."""
         assert self._state is not None, "made by `_why_eager`"
         if not self.num_graphs:
             self._state.note_weights()
-        return call(*args, **kwargs)
+        before, versions = self._state.number(), list(map(version_of, tensors))
+        result = run()
+        if entry.forwards == _EAGER_FORWARDS:
+            changed = f"{self._state.changed} of the model" if self._state.number() != before else ""
+            changed = changed or ("an argument" if list(map(version_of, tensors)) != versions else "")
+            others = [type(x).__name__ for x in tree_flatten(result)[0] if not isinstance(x, (Tensor, *PLAIN))]
+            if changed or others:
+                entry.is_eager = True
+                self._log_once(f"it changes {changed}" if changed else f"its result has a {others[0]}")
+        return result
 
     def _host_is_limit(self, timing: Timing) -> bool:
         """Decide whether to capture, from the time of an eager forward. Ranks: the context group."""
@@ -251,10 +271,10 @@ class GraphedForward:
         self._log(f"captured in CUDA graph {self.num_graphs} of at most {_MOST_GRAPHS}, {self.num_bytes / 1e9:.2f} GB")
         return True
 
-    def _replay(self, entry: _Entry, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _replay(self, entry: _Entry, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         assert entry.recording is not None, "the caller has checked it"
         self.installed.before_replay(args, kwargs)
-        for own, x in zip(entry.inputs, (x for x in leaves if isinstance(x, Tensor)), strict=True):
+        for own, x in zip(entry.inputs, tensors, strict=True):
             _base(own).copy_(_base(x))
         entry.recording.replay()
         STATS.note_replay(self.installed.module)
@@ -289,7 +309,7 @@ def _kind(x: Any) -> Hashable:
     """Return the part of the key for one leaf of the arguments."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.stride(), x.device
-    return type(x), x
+    return compared(x)
 
 
 def _problem(x: Any, device: torch.device) -> str:

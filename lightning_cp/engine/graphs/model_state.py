@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator
+from functools import partial
+from inspect import Signature
 from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.peers.checksum import plain_tensors
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CODE = (FunctionType, MethodType, BuiltinFunctionType, type)
+# Objects without values that a forward reads
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, type, torch.Generator, weakref.ref, ModuleType, Signature)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 5  # of containers and objects inside a module's attributes
 _MOST_STATES = 64
@@ -30,6 +34,7 @@ class ModelState:
 
     Attributes:
         is_sharded: some weights are DTensors.
+        opaque: an attribute with an object of which no change could be noticed, and its class; "" if there is none.
         hooked: path of a module with a forward hook of the user; "" if there is none.
         changed: the attribute in which the values differ from those of the call before.
     """
@@ -71,7 +76,7 @@ class ModelState:
         return devices.pop() if len(devices) == 1 else None
 
     def _held(self) -> list[object]:
-        return list(chain(chain.from_iterable(map(dict.values, self._dicts)), *self._lists))
+        return [*chain(*map(dict.values, self._dicts), *self._dicts, *self._lists)]
 
     def _adopt_copies(self, held: list[object]) -> bool:
         """Return True if only lists were replaced, by lists of the same objects (QwenImage 2.1, in each forward)."""
@@ -97,16 +102,17 @@ class ModelState:
         self._dicts, self._lists = [], []
         self._names, values = [], list[Hashable]()
         seen: set[int] = set()
+        self._modules, self.opaque = set(self._module.modules()), ""
         for path, module in self._module.named_modules():
             for name, value in self._walk(path, vars(module), seen, _DEPTH):
                 self._names.append(name)
-                values.append(_compared(value))
+                values.append(compared(value))
         self._values = self._held()
         self.hooked = next((path or "the model" for path, x in self._module.named_modules() if _has_hooks(x)), "")
         weights = [*self._module.parameters(), *self._module.buffers()]
         self.is_sharded = any(isinstance(x, DTensor) for x in weights)
         self._weights = [x for weight in weights for _, x in plain_tensors("", weight) if not isinstance(x, DTensor)]
-        self._fingerprint = tuple(values)
+        self._fingerprint = (*values, *self._names)
         if self._fingerprint not in self._known:
             if len(self._known) >= _MOST_STATES:
                 self._known.clear()
@@ -118,7 +124,7 @@ class ModelState:
     def _difference(self, fingerprint: tuple[Hashable, ...], names: list[str]) -> str:
         if names != self._names:
             return "its modules"
-        pairs = zip(self._names, fingerprint, self._fingerprint, strict=True)
+        pairs = zip(self._names, fingerprint, self._fingerprint, strict=False)
         return next((name for name, a, b in pairs if a != b), "")
 
     def _walk(self, path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, object]]:
@@ -134,9 +140,21 @@ class ModelState:
             items = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
         for name, x in items:
             yield name, x
-            inner = x if isinstance(x, _CONTAINERS) else _attributes(x)
+            inner = x if isinstance(x, _CONTAINERS) else self._attributes(name, x)
             if inner and depth:
                 yield from self._walk(name, inner, seen, depth - 1)
+
+    def _attributes(self, name: str, x: object) -> dict[Any, Any]:
+        """Return the attributes of an object that a module holds; none of tensors, functions and our own objects."""
+        is_ours = type(x).__module__.startswith("lightning_cp")
+        if is_ours or isinstance(x, (Tensor, *PLAIN, *_CODE)) or (isinstance(x, nn.Module) and x in self._modules):
+            return {}
+        if isinstance(x, partial):
+            return {"func": x.func, "args": x.args, "keywords": x.keywords}
+        attributes: dict[Any, Any] | None = getattr(x, "__dict__", None)
+        if attributes is None or isinstance(x, nn.Module):
+            self.opaque = self.opaque or f"{name} ({type(x).__name__})"
+        return attributes or {}
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -144,19 +162,12 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(not isinstance(getattr(hook, "__self__", None), EngineHook) for hook in hooks)
 
 
-def _compared(value: Any) -> Hashable:
+def compared(value: Any) -> Hashable:
     """Return what is compared of a value. The values in a container are compared one by one."""
     if isinstance(value, PLAIN):
-        return type(value), value
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value  # 0.0 and -0.0, and NaN
     return (type(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
 
 
 def _is_ours(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_lightning_cp")
-
-
-def _attributes(x: object) -> dict[str, Any]:
-    """Return the attributes of an object that belongs to a module; none of modules, tensors, functions and our own."""
-    if isinstance(x, (nn.Module, Tensor, *PLAIN, *_CODE)) or type(x).__module__.startswith("lightning_cp"):
-        return {}
-    return getattr(x, "__dict__", {})

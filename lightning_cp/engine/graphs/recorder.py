@@ -49,6 +49,9 @@ class Recorder(Protocol):
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
         """Call `run`. Returns: its result, and its time."""
 
+    def stream(self) -> int:
+        """Return an ID of the stream on which forwards are computed now."""
+
 
 class CudaGraphs:
     """Records forwards as CUDA graphs with one memory pool.
@@ -66,9 +69,14 @@ class CudaGraphs:
     def capture(self, run: Callable[[], Any]) -> Recording:
         """Capture `run` in a graph. It must have run before, so that kernels are compiled and ranks are connected."""
         before, graph = self._pool_bytes(), torch.cuda.CUDAGraph()
+        keeps_casts = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # the graph would read casts of weights that are freed after autocast
         # thread_local: the threads of NCCL's watchdog and of the stall watch may query events at the same time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = run()
+        finally:
+            torch.set_autocast_cache_enabled(keeps_casts)
         return Recording(output, graph.replay, graph.reset, self._pool_bytes() - before)
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
@@ -80,6 +88,11 @@ class CudaGraphs:
         host_s = time.perf_counter() - started
         end.record()
         return result, _CudaTiming(begin, end, host_s)
+
+    def stream(self) -> int:
+        """Return the handle of the current stream."""
+        handle: int = torch.cuda.current_stream(self.device).cuda_stream
+        return handle
 
     def _pool_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]

@@ -152,3 +152,23 @@ def _refused(rank: int, world: int, kind: str) -> list[str]:
 def test_torchs_own_function_is_refused_for_weights(run_ranks: RankPool, kind: str) -> None:
     for said in run_ranks(3, _refused, kind, init=False):
         assert "gradient of plain.proj_out.weight, because several ranks" in said[0]
+
+
+def _of_some_ranks(rank: int, world: int) -> tuple[float, str]:
+    """Return the gradient of a weight that only the last rank uses, and the error for one that no rank uses."""
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=world, **BY_PLAN))
+    model = _Model()
+    wrapped = fabric.setup(model)
+    loss = wrapped(_inputs(0)).square().mean() * 0 + (model.scale.sum() if rank == world - 1 else 0)
+    (grad,) = fabric.strategy.grad(loss, [model.scale], retain_graph=True)  # type: ignore[attr-defined]
+    model.spare.requires_grad_()
+    with pytest.raises(RuntimeError) as error:
+        fabric.strategy.grad(loss, [model.spare])  # type: ignore[attr-defined]
+    return float(grad.sum()), str(error.value)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_weight_that_some_ranks_use_is_used(run_ranks: RankPool, world: int) -> None:
+    for grad, error in run_ranks(world, _of_some_ranks, init=False):
+        assert grad == pytest.approx(3 / world)
+        assert "is not used by the outputs, on any rank" in error

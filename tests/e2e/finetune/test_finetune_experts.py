@@ -71,7 +71,7 @@ def test_a_resume_at_another_topology_trains_as_one_process(both: Callable[..., 
     last = three.folder / "checkpoints/step_00000003"
     resumed = both("resumed", *CHOSEN, "strategy=cp_fsdp", "ulysses=2", f"resume={last}")
     assert_equal_runs(resumed, alone, steps=slice(3, None))
-    assert val_losses(three) + val_losses(resumed) == pytest.approx(val_losses(alone), rel=1e-4)
+    assert val_losses(resumed) == pytest.approx(val_losses(alone), rel=1e-4)
     assert_equal_adapters(resumed, alone)
 
 
@@ -186,6 +186,6 @@ def test_a_resume_may_name_the_experts_in_another_order(both: Callable[..., Fini
     started = both("in order", *CHOSEN, "max_steps=3")
     last, swapped = started.folder / "checkpoints/step_00000003", "model.component=[transformer_2,transformer]"
     resumed = both("swapped", *CHOSEN, swapped, f"resume={last}")
-    assert resumed.losses == pytest.approx(alone.losses[3:], rel=1e-4)
-    assert [row.expert for row in resumed.rows] == [3 - row.expert for row in alone.rows[3:]]
+    assert resumed.losses[3:] == pytest.approx(alone.losses[3:], rel=1e-4)
+    assert [row.expert for row in resumed.rows[3:]] == [3 - row.expert for row in alone.rows[3:]]
     assert_equal_adapters(resumed, alone)

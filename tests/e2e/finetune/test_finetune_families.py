@@ -140,7 +140,7 @@ def test_a_resume_at_another_topology_stays_on_the_curve(tuned: Tuned) -> None:
     saved = tuned.four.folder / f"checkpoints/step_{tuned.saved:08d}"
     topology = ("strategy=cp", "ulysses=3", f"max_steps={tuned.steps}", f"resume={saved}")
     resumed = _tune(tuned.made, "resumed", *tuned.settings, *topology)
-    assert resumed.losses == pytest.approx(tuned.four.losses[tuned.saved :], rel=1e-4)
+    assert resumed.losses == pytest.approx(tuned.four.losses, rel=1e-4)
 
 
 def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:

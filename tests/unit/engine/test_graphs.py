@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -103,6 +104,11 @@ def _strides(seed: int) -> Inputs:
     return {**inputs, "hidden_states": inputs["hidden_states"].transpose(3, 4).contiguous().transpose(3, 4)}
 
 
+def _twice(seed: int) -> Inputs:
+    inputs = make_inputs(seed)
+    return {**inputs, "attention_kwargs": {"mine": inputs["hidden_states"]}}
+
+
 def _expanded(seed: int) -> Inputs:
     inputs = make_inputs(seed)
     return {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1].expand(-1, 5, -1)}
@@ -113,6 +119,7 @@ OTHERS: dict[str, Callable[[int], Inputs]] = {
     "size": lambda seed: make_inputs(seed, side=8),
     "strides": _strides,
     "expanded": _expanded,
+    "a tensor given twice": _twice,
     "a text": lambda seed: make_inputs(seed, attention_kwargs={"scale": 1.0}),
     "a time per token": lambda seed: make_inputs(seed, timestep=torch.full((1, 18), 5.0 * seed)),
 }
@@ -141,13 +148,14 @@ class _Scaled:
 
     def __init__(self) -> None:
         self.scales = [1.0]
+        self.modes: dict[str, None] = {"plain": None}
 
 
 def _add_scale(model: Any) -> _Scaled:
     """Make the output of the first feed-forward depend on Python values of an object that the model holds."""
     norm, held = model.blocks[0].ffn, _Scaled()
     norm.held, original = held, norm.forward
-    norm.forward = lambda x: original(x) * held.scales[0] * getattr(norm, "factor", 1.0)
+    norm.forward = lambda x: original(x) * held.scales[0] * norm.factor * (2.0 if "double" in held.modes else 1.0)
     return held
 
 
@@ -160,6 +168,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "in a list of an object": (
         lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 3.0),
         lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 1.0),
+    ),
+    "a key": (
+        lambda m: setattr(m.blocks[0].ffn.held, "modes", {"double": None}),
+        lambda m: setattr(m.blocks[0].ffn.held, "modes", {"plain": None}),
     ),
     "another adapter": (lambda m: m.set_adapter("two"), lambda m: m.set_adapter("one")),
     "no adapter": (lambda m: m.disable_adapters(), lambda m: m.enable_adapters()),
@@ -233,6 +245,32 @@ def _cached(graphed: Graphed) -> Inputs:
     return make_inputs(1)
 
 
+def _with_forward(graphed: Graphed, forward: Callable[[Any, Tensor], Tensor]) -> Inputs:
+    block = graphed.model.blocks[0]
+    original = block.ffn.forward
+    block.ffn.flip = False
+    block.ffn.forward = lambda x: forward(block.ffn, original(x))
+    return make_inputs(1)
+
+
+def _flipping(graphed: Graphed) -> Inputs:
+    def flip(module: Any, x: Tensor) -> Tensor:
+        module.flip = not module.flip
+        return x * 2 if module.flip else x
+
+    return _with_forward(graphed, flip)
+
+
+def _writing(graphed: Graphed) -> Inputs:
+    inputs = make_inputs(1)
+    return {**_with_forward(graphed, lambda _, x: x + inputs["hidden_states"].add_(0).sum() * 0), **inputs}
+
+
+def _queue(graphed: Graphed) -> Inputs:
+    graphed.model.blocks[0].ffn.queue = deque([1.0])
+    return make_inputs(1)
+
+
 def _on_another_device(graphed: Graphed) -> Inputs:
     graphed.recorder.device = torch.device("cuda", 0)
     return make_inputs(1)
@@ -243,6 +281,9 @@ REASONS: dict[str, Callable[[Graphed], Inputs]] = {
     "a forward hook of blocks.1 runs Python code": _hooked,
     "decides in Python which blocks to compute": _cached,
     "its weights are not all on cuda:0": _on_another_device,
+    "it changes blocks.0.ffn.flip of the model": _flipping,
+    "it changes an argument": _writing,
+    r"changes of blocks.0.ffn.queue \(deque\) could not be noticed": _queue,
 }
 
 
@@ -289,12 +330,30 @@ def test_values_that_always_change_are_named(caplog: pytest.LogCaptureFixture) -
     assert graphed.recorder.captures == 0
 
 
-def test_nan_is_no_equal_value() -> None:
+def test_ever_new_values_do_not_fill_the_memory() -> None:
     graphed = Graphed()
-    for _ in range(70):
-        graphed(make_inputs(1, attention_kwargs={"scale": float("nan")}))
+    for number in range(70):
+        graphed(make_inputs(1, attention_kwargs={"scale": float(number)}))
     assert graphed.recorder.captures == 0
     assert len(graphed.forward._entries) <= 64
+
+
+def test_minus_zero_is_another_value_and_nan_is_one() -> None:
+    graphed = Graphed()
+    for value in ("0.0", "-0.0", "nan"):
+        graphed.check(lambda seed, value=value: make_inputs(seed, attention_kwargs={"scale": float(value)}))
+    assert graphed.recorder.captures == 3
+
+
+def test_modes_and_global_hooks_run_in_each_forward() -> None:
+    graphed, seen = Graphed(), list[object]()
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        graphed.check(calls=5)
+    finally:
+        hook.remove()
+    assert graphed.recorder.captures == 0
+    assert seen
 
 
 def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
