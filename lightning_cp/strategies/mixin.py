@@ -350,7 +350,7 @@ class ContextParallelMixin:
         """
         settings.update(zip(_GRAD_ARGUMENTS, args, strict=False))
         units = sharded_units(self._agreement.wrappers())
-        context = None if self.context.groups is None else self.context.initialized_groups().context
+        context = None if self.context.groups is None else self.context.initialized_groups(of_step=True).context
         grads = mean_grad(outputs, inputs, units, context, **settings)
         if settings.get("create_graph"):
             self._gathered = units
