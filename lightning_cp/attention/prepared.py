@@ -51,7 +51,11 @@ def prepare_attention(
     facts = (tensors, of_mask, *by_lengths, settings)
     of_call = (*facts, None if sparse is None else sparse.checksum)
     is_known, compare = are_known(q_lengths, kv_lengths, mask, groups), False
-    if is_known and groups.context is not None and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (
+        is_known
+        and groups.context is not None
+        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    ):
         is_sparse = not q.is_cuda and (sparse is not None or by_lengths in groups.compared)
         compare = is_sparse or of_call not in groups.compared
 
