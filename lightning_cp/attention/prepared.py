@@ -11,6 +11,7 @@ from lightning_cp.attention.call import Lengths, Settings, are_known, exchange_l
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.attention.ulysses import Ulysses
+from lightning_cp.comm.to_device import is_capturing
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 
 _KINDS = ("", "key_mask", "query_mask")
@@ -51,11 +52,7 @@ def prepare_attention(
     facts = (tensors, of_mask, *by_lengths, settings)
     of_call = (*facts, None if sparse is None else sparse.checksum)
     is_known, compare = are_known(q_lengths, kv_lengths, mask, groups), False
-    if (
-        is_known
-        and groups.context is not None
-        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    ):
+    if is_known and groups.context is not None and not is_capturing():
         is_sparse = not q.is_cuda and (sparse is not None or by_lengths in groups.compared)
         compare = is_sparse or of_call not in groups.compared
 

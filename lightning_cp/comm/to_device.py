@@ -24,3 +24,8 @@ def to_device(x: Tensor, device: Device) -> Tensor:
 def numbers_on(device: Device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return numbers as a tensor [n] on a device. `torch.tensor(values, device=device)` makes the host wait."""
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is captured: the host cannot read anything then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.to_device import is_capturing
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
@@ -99,7 +100,7 @@ def _hash(x: Tensor) -> Tensor:
 
 def _is_capturing(x: Tensor) -> bool:
     """Return True if x is on a GPU and a CUDA graph is being captured."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and is_capturing()
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

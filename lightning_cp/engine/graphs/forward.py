@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.stats import STATS
+from lightning_cp.comm.to_device import is_capturing
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tree_flatten, tree_unflatten
@@ -103,7 +104,7 @@ class GraphedForward:
         """Run one forward: eagerly, captured, or replayed. Ranks: all of the context group."""
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         recorder = None if first is None or type(first) is not Tensor else self._recorder_of(first.device)
-        if recorder is None or torch.compiler.is_compiling() or _is_capturing() or not self.installed.is_current():
+        if recorder is None or torch.compiler.is_compiling() or is_capturing() or not self.installed.is_current():
             return call(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -136,7 +137,10 @@ class GraphedForward:
 
     def must_drop(self) -> bool:
         """Return True if a weight was moved or exchanged since the graphs were captured."""
-        return self._is_stale or (self._state is not None and bool(self.num_graphs) and self._state.weights_moved())
+        if self._state is None or not self.num_graphs:
+            return self._is_stale
+        self._state.refresh()
+        return self._is_stale or self._state.weights_moved()
 
     def drop(self) -> None:
         """Free all graphs. Following forwards are eager, and then captured, as at first. Ranks: the context group."""
@@ -162,11 +166,11 @@ class GraphedForward:
             return "it is computed in patches or stages"
         if self._state is None:
             self._state = ModelState(installed.module)
+        self._state.refresh()
         if self.num_graphs and self._state.weights_moved():
             self._is_stale = True
         if self._is_stale:
             return "weights were moved or exchanged after the capture"
-        self._state.number()
         if self._state.hooked:
             return f"a forward hook of {self._state.hooked} runs Python code"
         if self._state.opaque:
@@ -191,7 +195,7 @@ class GraphedForward:
         assert self._state is not None, "made by `_why_eager`"
         attention = kernel_for(session, None), *(setting() for setting in _SETTINGS)
         modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return self._state.number(), session.groups.name, attention, modes
+        return self._state.number, session.groups.name, attention, modes
 
     def _entry_of(self, key: tuple[Any, ...]) -> _Entry:
         """Return the entry of a key as the most recently used one, a new one if there is none."""
@@ -216,10 +220,11 @@ class GraphedForward:
         assert self._state is not None, "made by `_why_eager`"
         if not self.num_graphs:
             self._state.note_weights()
-        before, versions = self._state.number(), list(map(version_of, tensors))
+        before, versions = self._state.number, list(map(version_of, tensors))
         result = run()
         if entry.forwards == _EAGER_FORWARDS:
-            changed = f"{self._state.changed} of the model" if self._state.number() != before else ""
+            self._state.refresh()
+            changed = f"{self._state.changed} of the model" if self._state.number != before else ""
             changed = changed or ("an argument" if list(map(version_of, tensors)) != versions else "")
             others = [type(x).__name__ for x in tree_flatten(result)[0] if not isinstance(x, (Tensor, *PLAIN))]
             if changed or others:
@@ -299,10 +304,6 @@ class GraphedForward:
     def _log(self, text: str, *, level: int = logging.INFO) -> None:
         if self.installed.session.groups.context_rank == 0:
             _log.log(level, "%s: %s", self._name, text)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _kind(x: Any) -> Hashable:

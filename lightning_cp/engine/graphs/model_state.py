@@ -33,6 +33,7 @@ class ModelState:
     engine's own objects. While all objects are the same, a check runs in C. Only otherwise are values compared.
 
     Attributes:
+        number: of these values: the same one if the model has had them before.
         is_sharded: some weights are DTensors.
         opaque: an attribute with an object of which no change could be noticed, and its class; "" if there is none.
         hooked: path of a module with a forward hook of the user; "" if there is none.
@@ -52,22 +53,19 @@ class ModelState:
         self.changed = ""
         self._read()
 
-    def number(self) -> int:
-        """Return a number of the current values: the same one if the model has had them before."""
+    def refresh(self) -> None:
+        """Compare the values with those of the call before, and set all attributes to those of now."""
         held = self._held()
         is_equal = len(held) == len(self._values) and all(map(is_, held, self._values))
         if not is_equal and not self._adopt_copies(held):
             self._read()
-        return self._number
 
     def weights_moved(self) -> bool:
         """Return True if a parameter or buffer was moved, exchanged, added or removed since `note_weights`."""
-        self.number()
         return self._addresses() != self._noted
 
     def note_weights(self) -> None:
         """Note where weights are now."""
-        self.number()
         self._noted = self._addresses()
 
     def device(self) -> torch.device | None:
@@ -118,7 +116,7 @@ class ModelState:
                 self._known.clear()
             self._count += 1
             self._known[self._fingerprint] = self._count, self._values  # identities stay valid while objects are held
-        self._number = self._known[self._fingerprint][0]
+        self.number = self._known[self._fingerprint][0]
         self.changed = self._difference(*before)
 
     def _difference(self, fingerprint: tuple[Hashable, ...], names: list[str]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
+from lightning_cp.comm.to_device import is_capturing
 from lightning_cp.compat.torch_names import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
@@ -104,7 +105,7 @@ class PeerCheck:
     @property
     def compares_in_full(self) -> bool:
         """True if the next forward's arguments are compared in full."""
-        return self._left != 0 and not _is_capturing()
+        return self._left != 0 and not is_capturing()
 
     def compare_next_in_full(self) -> None:
         """Compare the next forward in full, with any setting."""
@@ -119,7 +120,7 @@ class PeerCheck:
         group, in_full = self._groups.context, self.compares_in_full
         self._left -= in_full and self._left > 0
         self._table = None
-        if group is None or _is_capturing():  # the next forward outside of the graph reads the comparison in progress
+        if group is None or is_capturing():  # the next forward outside of the graph reads the comparison in progress
             return
         with without_transforms() as plain:
             self.finish()
@@ -239,8 +240,3 @@ def _unwrapped(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_unwrapped(x) for x in value]
     return value
-
-
-def _is_capturing() -> bool:
-    """Return True while a CUDA graph is captured: the host cannot read anything then."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -424,8 +424,10 @@ def test_a_model_that_copies_its_lists_keeps_its_state() -> None:
     model = nn.Linear(2, 2)
     model.tables = [torch.ones(1), torch.ones(2)]  # type: ignore[assignment]
     state = ModelState(model)
-    number = state.number()
+    number = state.number
     model.tables = list(model.tables)  # type: ignore[assignment, arg-type]
-    assert state.number() == number
+    state.refresh()
+    assert state.number == number
     model.tables[0] = torch.ones(1)  # type: ignore[index]
-    assert state.number() != number
+    state.refresh()
+    assert state.number != number
