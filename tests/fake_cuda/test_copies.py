@@ -68,7 +68,7 @@ def test_nothing_is_compared_or_read_while_a_graph_is_captured(check_peers: str)
     """A comparison that began before is left to the next forward outside of the graph."""
     check = peers.PeerCheck(groups_for(ContextParallelConfig(ring_degree=4)), ["x"], check_peers)
     check._pending = pending = mock.Mock()
-    with mock.patch.object(peers, "_is_capturing", return_value=True):
+    with mock.patch.object(peers, "is_capturing", return_value=True):
         assert not check.compares_in_full
         with fake_cuda() as recorder:
             check.check({"x": torch.empty(3, device="cuda")}, model="model")
