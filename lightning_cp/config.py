@@ -18,10 +18,7 @@ ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
 KERNEL_NAMES: tuple[str, ...] = (
     "auto",
     "flash",
-    "flash_attn_3",
-    "flash_attn_4",
     "cudnn",
-    "flash_attn",
     "efficient",
     "math",
     "sage",

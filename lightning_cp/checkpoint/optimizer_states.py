@@ -40,6 +40,8 @@ def load_optimizer_state(
     if saved["state"]:
         started: dict[str, Any] = get_optimizer_state_dict(module, optimizer)  # torch starts a state
         _check_shapes(saved["state"], started["state"])
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+            group.update({key: x for key, x in values.items() if key not in group})  # values of its first step
         set_optimizer_state_dict(module, optimizer, optim_state_dict=saved, options=replace(options, strict=False))
     else:  # SGD, or an optimizer that has not stepped
         optimizer.load_state_dict(saved)

@@ -11,7 +11,6 @@ from lightning_cp.kernels.cpu_flash import CpuFlashKernel
 from lightning_cp.kernels.cuda_cudnn import CudnnKernel
 from lightning_cp.kernels.cuda_efficient import EfficientKernel
 from lightning_cp.kernels.cuda_flash import CudaFlashKernel
-from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
 from lightning_cp.kernels.sage import SageKernel
@@ -19,11 +18,8 @@ from lightning_cp.kernels.sage import SageKernel
 # In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (
     CpuFlashKernel(),
-    FlashAttn3Kernel(),
-    FlashAttn4Kernel(),
     CudnnKernel(),
     CudaFlashKernel(),
-    FlashAttnKernel(),
     EfficientKernel(),
     MathKernel(),
 )
@@ -39,8 +35,7 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
     "_native_cudnn": "cudnn",
     "_native_efficient": "efficient",
     "_native_math": "math",
-    "flash": "flash_attn",
-    "_flash_3": "flash_attn_3",
+    "flash": "flash",  # of the package flash-attn; PyTorch's is the same algorithm
     "sage": "sage",
     "flex": "auto",  # with a block mask
 }

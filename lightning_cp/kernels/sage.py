@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_cp.errors import KernelError
-from lightning_cp.kernels.flash_attn import is_installed
 from lightning_cp.kernels.protocol import PartialAttention
 
 
@@ -31,7 +31,7 @@ class SageKernel:
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 128:
             return f"head size {query.shape[-1]} is above 128"
-        return None if is_installed("sageattention") else "the package sageattention is not installed"
+        return None if importlib.util.find_spec("sageattention") else "the package sageattention is not installed"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

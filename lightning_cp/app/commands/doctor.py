@@ -28,7 +28,7 @@ from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launch
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
-PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
+PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "sageattention", "peft")
 WORLDS = (2, 3)
 TIMEOUT_S = 25  # for each number of ranks
 MAX_TIMEOUT_S = 86_400

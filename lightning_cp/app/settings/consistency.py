@@ -14,15 +14,8 @@ from lightning_cp.app.settings.mixture import check_no_degrees
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.compat.packages import needs
-from lightning_cp.config import KERNEL_NAMES
 
 _CPU_KERNELS = ("auto", "flash", "math")
-_PACKAGES = {
-    "flash_attn": "flash_attn",
-    "flash_attn_3": "flash_attn_interface",
-    "flash_attn_4": "flash_attn",
-    "sage": "sageattention",
-}
 # Fixed properties of the data sets; other values are rejected.
 _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.app.digits.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
@@ -73,13 +66,8 @@ def check_device(config: DictConfig, accelerator: str) -> None:
         raise SettingsError(f"kernel={kernel} has no effect with strategy=single: leave it out, or use strategy=cp")
     if accelerator == "cpu" and kernel not in _CPU_KERNELS:
         raise SettingsError(f"kernel={kernel} is not valid on CPU: must be one of {', '.join(_CPU_KERNELS)}")
-    package = _PACKAGES.get(kernel)
-    if package is not None and importlib.util.find_spec(package) is None:
-        usable = [name for name in KERNEL_NAMES if name not in _PACKAGES]
-        raise SettingsError(
-            f"kernel={kernel} needs the package {package}, which is not installed: install it, or use one of "
-            f"{', '.join(usable)}"
-        )
+    if kernel == "sage" and importlib.util.find_spec("sageattention") is None:
+        raise SettingsError(f"{needs('kernel=sage', 'sageattention')}, or use kernel=auto")
     if accelerator == "cpu" and precision.startswith("16"):
         raise SettingsError(
             f"precision={precision} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
@@ -89,7 +77,7 @@ def check_device(config: DictConfig, accelerator: str) -> None:
 _REPLICATED_OPTIMIZERS = {  # beginning of the class -> name in conf/optim, and why sharded weights do not work
     "bitsandbytes.": ("adamw_8bit", "the kernels of bitsandbytes do not take sharded weights"),
     "torch.optim.Adafactor": ("adafactor", "PyTorch's Adafactor does not take sharded weights"),
-    "prodigyopt.": ("prodigyopt", "prodigyopt does not take sharded weights, but optim=prodigy does"),
+    "prodigyopt.": ("prodigy", "prodigyopt does not take sharded weights"),
 }
 
 

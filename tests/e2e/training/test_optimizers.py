@@ -59,7 +59,7 @@ RANKS = [
 def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[str, ...], tmp_path: Path) -> None:
     optim, whole = alone
     if (
-        optim in ("adamw_8bit", "adafactor") and "strategy=cp_fsdp" in given
+        optim in ("adamw_8bit", "adafactor", "prodigy") and "strategy=cp_fsdp" in given
     ):  # refused, see tests/unit/app/test_settings.py
         given = ("strategy=cp", "ulysses=2")
     finished = train(tmp_path / "run", optim, *given)
@@ -69,8 +69,8 @@ def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp_fsdp ring=2 checkpoint_format=distributed"])
-@pytest.mark.parametrize("second", ["strategy=single trainer=lightning", "strategy=cp_fsdp ring=3"])
+@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp data_parallel=2"])
+@pytest.mark.parametrize("second", ["strategy=single trainer=lightning", "strategy=cp ring=3"])
 def test_prodigy_keeps_its_estimate_at_another_topology(first: str, second: str, tmp_path: Path) -> None:
     given = ("+optim.d0=1e-5", "optim.d_coef=20", "max_steps=6")  # the estimate grows
     whole = train(tmp_path / "whole", "prodigy", *given)

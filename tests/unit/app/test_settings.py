@@ -66,7 +66,7 @@ REFUSED = [
     ("optim=prodigy optim.lr=0.0001", "optim.lr=0.0001 is a factor of the learning rate that Prodigy finds: use optim"),
     (
         "strategy=cp_fsdp optim._target_=prodigyopt.Prodigy optim.lr=1",
-        "optim=prodigyopt does not work with strategy=cp",
+        "optim=prodigy does not work with strategy=cp_fsdp",
     ),
     ("optim=adafactor strategy=cp_fsdp", "optim=adafactor does not work with strategy=cp_fsdp: PyTorch's Adafactor"),
     ("optim=muon", "optim=muon trains matrices only, such as those of adapters: use it with lora.rank"),

@@ -67,29 +67,6 @@ def test_the_first_that_can_is_chosen_on_a_gpu(
     assert kernel.device_type in ("cuda", "any")
 
 
-def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    query = _query("cuda", torch.bfloat16)
-    for package, name in (
-        ("flash_attn_interface", "flash_attn_3"),
-        ("flash_attn.cute", "flash_attn_4"),
-        ("flash_attn", "flash_attn"),
-        ("sageattention", "sage"),
-    ):
-        monkeypatch.setattr("importlib.util.find_spec", lambda found, package=package: found == package or None)
-        assert choose_kernel(name, query, None).name == name
-        with pytest.raises(KernelError, match="does not support masks"):
-            choose_kernel(name, query, MASK)
-    monkeypatch.setattr("importlib.util.find_spec", lambda found: found)
-    assert choose_kernel("auto", query, None).name == "flash_attn_3"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert choose_kernel("auto", query, None).name == "cudnn"
-    monkeypatch.setattr("importlib.util.find_spec", lambda found: None if found == "flash_attn_interface" else found)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert choose_kernel("auto", query, None).name == "flash_attn_4"
-
-
 @pytest.mark.parametrize(
     ("name", "query", "mask", "reason"),
     [
@@ -100,7 +77,8 @@ def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(mo
         ("cudnn", _query("cuda", torch.float16, 129), None, "head size 129 is above 128"),
         ("efficient", _query("cuda", torch.float64), None, "dtype torch.float64"),
         ("flash", _query("cpu", torch.int32), None, "dtype torch.int32"),
-        ("flash_attn", _query("cuda", torch.float16), None, "package flash_attn is not installed"),
+        ("sage", _query("cuda", torch.float16), None, "the package sageattention is not installed"),
+        ("sage", _query("cuda", torch.float16), MASK, "it does not support masks"),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_the_reason(
@@ -113,7 +91,7 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("name", ["fastest", "", None, 3, "FLASH"])
 def test_an_unknown_kernel_is_refused_with_the_list(name: object) -> None:
-    with pytest.raises(ValueError, match="must be one of auto, flash, flash_attn_3, flash_attn_4, cudnn"):
+    with pytest.raises(ValueError, match="must be one of auto, flash, cudnn"):
         check_kernel(name)
     with pytest.raises(KernelError, match=f"kernel={name!r}"):
         choose_kernel(name, torch.ones(1, 1, 1, 1), None)  # type: ignore[arg-type]
