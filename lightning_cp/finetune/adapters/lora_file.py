@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cp.export import LORA_FILE
@@ -42,7 +43,8 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     Args:
         path: file, or a folder with `pytorch_lora_weights.safetensors`.
         component: prefix of the names in the file: the transformer's name in the pipeline.
-    Raises: ValueError: it is missing, damaged, in another format, or not a plain LoRA of one rank.
+    Raises: ValueError: it is missing, damaged, in another format, not a plain LoRA of one rank, or has weights of text
+        encoders, too.
     """
     file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -55,6 +57,12 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
             f"lora.file={file} has no weights of {component!r}; its first is {next(iter(all_tensors), 'missing')}. "
             f"Expected diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, "
             "load it with pipeline.load_lora_weights and save it with save_lora_weights"
+        )
+    lost = {name.partition(".")[0] for name in all_tensors} - {component, "transformer", SECOND_EXPERT}
+    if lost:
+        raise ValueError(
+            f"lora.file={file} has weights of {', '.join(sorted(lost))}, which are not trained and would be missing "
+            "in the new adapter: continue a file that has only weights of transformers"
         )
     if not isinstance(written, dict):
         raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
@@ -74,8 +82,8 @@ def load_loras(pipe: Any, files: Sequence[str | Path], scales: Sequence[float]) 
         pipe: pipeline, or another object with `components` and their names as attributes.
         files: files of the adapters.
         scales: strength of each: a factor of its output.
-    Raises: ValueError: a file is damaged, has weights that are not finite numbers, the pipeline has no second
-        transformer, or diffusers finds no weights of the pipeline in a file.
+    Raises: ValueError: a file is damaged, has weights that are not finite numbers, or weights that the pipeline does
+        not take, in whole or in part.
     """
     from diffusers.utils import set_weights_and_activate_adapters
 
@@ -92,28 +100,34 @@ def load_loras(pipe: Any, files: Sequence[str | Path], scales: Sequence[float]) 
 
 
 def _load_lora(pipe: Any, file: Path, adapter: str) -> None:
-    tensors, _ = _read(f"lora={file}", file)
-    _check_weights(f"lora={file} cannot be loaded", tensors)
+    setting, kind = f"lora={file}", type(pipe).__name__
+    tensors, _ = _read(setting, file)
+    _check_weights(f"{setting} cannot be loaded", tensors)
     components = {name.partition(".")[0] for name in tensors}
-    for name in components:
-        _check_layers(f"lora={file}", name, getattr(pipe, name, None), tensors)
+    expert = getattr(pipe, SECOND_EXPERT, None)
+    if SECOND_EXPERT in components and expert is None:
+        raise ValueError(f"{setting} was trained for {SECOND_EXPERT}, which this {kind} does not have")
     where: dict[str, Any] = {"weight_name": file.name, "adapter_name": adapter}
-    if components != {SECOND_EXPERT}:
-        if hasattr(pipe, "load_lora_weights") and not is_lokr(tensors):
-            pipe.load_lora_weights(str(file.parent), **where)
-        else:
-            pipe.transformer.load_lora_adapter(str(file.parent), prefix="transformer", **where)
-    if SECOND_EXPERT in components:
-        expert = getattr(pipe, SECOND_EXPERT, None)
-        if expert is None:
-            raise ValueError(
-                f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
-            )
-        expert.load_lora_adapter(str(file.parent), prefix=SECOND_EXPERT, **where)
-    if not any(adapter in _adapters(component) for component in pipe.components.values()):
-        raise ValueError(  # diffusers only logs it
-            f"lora={file} has no weights of this {type(pipe).__name__}, so it would change nothing; its first is "
-            f"{next(iter(tensors), 'missing')}. It must be a LoRA of a pipeline of this kind"
+    try:
+        if components != {SECOND_EXPERT}:
+            if hasattr(pipe, "load_lora_weights") and not is_lokr(tensors):
+                pipe.load_lora_weights(str(file.parent), **where)
+            else:
+                pipe.transformer.load_lora_adapter(str(file.parent), prefix="transformer", **where)
+        if expert is not None and SECOND_EXPERT in components:
+            expert.load_lora_adapter(str(file.parent), prefix=SECOND_EXPERT, **where)
+        expected = _names_in_models(pipe, tensors)
+    except (ValueError, RuntimeError, LookupError) as error:  # from diffusers and peft
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{setting} is of another model: this {kind} cannot load it ({reason})") from error
+    pairs = {re.sub(r"\.lora_[AB]\.weight$", f".lora_{x}.weight", name) for name in expected for x in "AB"}
+    if missing := sorted(pairs - expected.keys()):
+        raise ValueError(f"{setting} is incomplete: it has no {', '.join(missing[:3])}")
+    lost = _not_loaded(pipe, expected, adapter)
+    if lost or not expected:
+        raise ValueError(
+            f"{setting} is of another model: this {kind} has loaded {len(expected) - len(lost)} of its {len(expected)} "
+            f"weights, and not {', '.join(lost[:3])}. Expected an adapter of a pipeline of this kind"
         )
 
 
@@ -122,25 +136,33 @@ def is_lokr(names: Iterable[str]) -> bool:
     return any(".lokr_" in name for name in names)
 
 
-def _check_layers(setting: str, component: str, model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check that a model has all layers of a file, with its shapes: diffusers logs what it does not load."""
-    if not isinstance(model, nn.Module):
-        return
-    layers = dict(model.named_modules())
-    for name, x in tensors.items():
-        layer, *kind = re.split(r"\.(lora_|lokr_)", name.removeprefix(f"{component}."), maxsplit=1)
-        if not kind or not name.startswith(f"{component}."):
-            continue
-        if layer not in layers:
-            raise ValueError(f"{setting} is of another model: {type(model).__name__} has no layer {layer}")
-        linear = layers[layer]
-        sizes = {"lora_A.weight": "in_features", "lora_B.weight": "out_features"}
-        size = getattr(linear, sizes.get(name.removeprefix(f"{component}.{layer}."), ""), None)
-        if size is not None and size != x.shape[name.endswith("lora_A.weight")]:
-            raise ValueError(
-                f"{setting} is of another model: {name} has the shape {list(x.shape)}, but the layer of "
-                f"{type(model).__name__} has {linear.in_features} inputs and {linear.out_features} outputs"
-            )
+def _names_in_models(pipe: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a file, in any format that diffusers reads, by the names that they get in the models."""
+    from diffusers.utils import convert_state_dict_to_peft, convert_unet_state_dict_to_peft
+
+    scales = {name: x for name, x in tensors.items() if "dora_scale" in name}  # diffusers leaves them out
+    if hasattr(pipe, "lora_state_dict") and not is_lokr(tensors):
+        converted = pipe.lora_state_dict(dict(tensors))
+        tensors = converted[0] if isinstance(converted, tuple) else converted
+    text = {name: x for name, x in tensors.items() if name.startswith("text_encoder")}
+    others = {name: x for name, x in tensors.items() if name not in text}
+    if text and not any(".lora_A." in name for name in text):
+        text = convert_state_dict_to_peft(text)
+    return {**scales, **convert_unet_state_dict_to_peft(others), **text}
+
+
+def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list[str]:
+    """Return the names of weights that no model of a pipeline has: diffusers only logs them, or says nothing."""
+    models = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
+    states = {f"{name}.{key}": x for name, model in models.items() for key, x in model.state_dict().items()}
+    # Older files of CLIP have one more level. Other weights than an adapter's, such as norms, replace a model's.
+    loaded = {name.replace(f".{adapter}", "").replace(".text_model.", "."): x for name, x in states.items()}
+    return [
+        name
+        for name, x in expected.items()
+        if (found := loaded.get(name.replace(".text_model.", "."))) is None
+        or (not re.search(r"\.(lora|lokr)_", name) and not torch.equal(found, x.to(found)))
+    ]
 
 
 def _adapters(component: Any) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -337,15 +338,6 @@ def test_dora_starts_at_the_base_with_norms_in_float32(dtype: torch.dtype) -> No
         add_lora(empty, LoraSettings(dora=True))
 
 
-@pytest.mark.parametrize("component", ["controlnet", "unet"])
-def test_a_lora_of_which_a_pipeline_takes_nothing_is_refused(component: str, tmp_path: Path) -> None:
-    model = wan()
-    add_lora(model, LoraSettings(rank=2))
-    save_lora(model, tmp_path, component=component)
-    with pytest.raises(ValueError, match=f"has no weights of this WanPipeline, .* its first is {component}.blocks.0."):
-        load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
-
-
 def test_several_loras_add_their_outputs_by_strength_and_drop_nothing(tmp_path: Path) -> None:
     pipe, expected, strengths = deepcopy(made("wan")), deepcopy(made("wan").transformer), (0.5, -2.0)
     files = []
@@ -373,19 +365,80 @@ def test_several_loras_add_their_outputs_by_strength_and_drop_nothing(tmp_path: 
     assert torch.equal(*outputs)
 
 
-def test_a_lora_of_which_a_layer_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = wan()
+def _replaced(*pairs: tuple[str, str]) -> Any:
+    def rename(name: str) -> str:
+        for old, new in pairs:
+            name = name.replace(old, new)
+        return name
+
+    return lambda tensors: {rename(name): x for name, x in tensors.items()}
+
+
+OF_COMFYUI = _replaced(("transformer.", "diffusion_model."), ("attn1.to_q", "self_attn.q"))
+OF_OLD_DIFFUSERS = _replaced(("lora_A", "lora.down"), ("lora_B", "lora.up"))
+NO_BLOCK = _replaced(("blocks.1.", "blocks.7."))
+HALF = "loaded 2 of its 4 weights, and not transformer.blocks.7.attn1.to_q.lora_A.weight, transformer.b"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (OF_COMFYUI, None),
+        (OF_OLD_DIFFUSERS, None),
+        (NO_BLOCK, HALF),
+        (lambda x: NO_BLOCK(OF_COMFYUI(x)), HALF),
+        (lambda x: NO_BLOCK(OF_OLD_DIFFUSERS(x)), HALF),
+        (_replaced(("blocks.", "layers.")), "is of another model: this WanPipeline cannot load it"),
+        (_replaced(("transformer.", "")), "loaded 0 of its 4 weights, and not blocks.0.attn1.to_q.lora_A.weight"),
+        (_replaced(("transformer.", "controlnet.")), "loaded 0 of its 4 weights, and not controlnet.blocks.0."),
+        (lambda x: {**x, **_replaced(("transformer.", "unet."))(x)}, "loaded 4 of its 8 weights, and not unet."),
+        (lambda x: {**x, **_replaced(("transformer.", "text_encoder."))(x)}, "loaded 4 of its 8 weights, and not text"),
+        (lambda x: {n: v for n, v in x.items() if "1.attn1.to_q.lora_B" not in n}, "is incomplete: it has no tr"),
+        (lambda x: {n: v[:, 1:] if "lora_A" in n else v for n, v in x.items()}, r"size mismatch for .*to_q\.lora_A"),
+        (lambda x: {n: v[1:] if "lora_B" in n else v for n, v in x.items()}, r"size mismatch for .*to_q\.lora_B"),
+    ],
+)
+def test_a_lora_is_loaded_whole_or_refused(change: Any, said: str | None, tmp_path: Path) -> None:
+    model = deepcopy(made("wan").transformer)
     add_lora(model, LoraSettings(rank=2, targets=["attn1.to_q"]))
     save_lora(model, tmp_path)
+    tensors = change(load_file(tmp_path / LORA_FILE))
+    save_file(
+        {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}, tmp_path / LORA_FILE
+    )
+    pipe = deepcopy(made("wan"))
+    with nullcontext() if said is None else pytest.raises(ValueError, match=f"lora={tmp_path}/.* {said}"):
+        load_loras(pipe, [tmp_path / LORA_FILE], [1])
+    if said is None:
+        assert sum(".lora_" in name for name, _ in pipe.transformer.named_parameters()) == 4
+
+
+def test_weights_of_text_encoders_and_norms_are_loaded_or_refused(tmp_path: Path) -> None:
+    pipe = deepcopy(made("flux"))
+    size, layer = pipe.text_encoder.config.hidden_size, "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    norm = "transformer.transformer_blocks.0.attn.norm_q.weight"
+    down, up = torch.randn(2, size), torch.randn(size, 2)
+    old = {f"{layer}.lora_linear_layer.down.weight": down, f"{layer}.lora_linear_layer.up.weight": up}
+    new = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    add_lora(pipe.transformer, LoraSettings(rank=2))
+    save_lora(pipe.transformer, tmp_path)
     tensors = load_file(tmp_path / LORA_FILE)
-    for changed, message in (
-        ({name.replace("blocks.1", "blocks.7"): x for name, x in tensors.items()}, "has no layer blocks.7.attn1.to_q"),
-        ({name: x[:, 1:] if "lora_A" in name else x for name, x in tensors.items()}, r"but the layer .* 48 inputs and"),
-        ({name: x[1:] if "lora_B" in name else x for name, x in tensors.items()}, "but the layer of .* 48 outputs"),
+    norms = {norm: torch.full_like(pipe.transformer.state_dict()[norm.partition(".")[2]], 2)}
+    for more, lost in (
+        (old | norms, None),
+        (new, None),
+        (new | {name.replace("layers.0", "layers.5"): x.clone() for name, x in new.items()}, "layers.5"),
+        ({name.replace("encoder.t", "encoder_2.t"): x for name, x in new.items()}, "text_encoder_2"),
+        ({norm.replace("blocks.0", "blocks.9"): x for name, x in norms.items()}, "blocks.9.attn.norm_q"),
+        ({"transformer.x_embedder.dora_scale": torch.ones(2)}, "dora_scale"),
     ):
-        save_file({name: x.contiguous() for name, x in changed.items()}, tmp_path / LORA_FILE)
-        with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
-            load_loras(deepcopy(made("wan")), [tmp_path / LORA_FILE], [1])
+        save_file({**tensors, **more}, tmp_path / LORA_FILE)
+        pipe = deepcopy(made("flux"))
+        with nullcontext() if lost is None else pytest.raises(ValueError, match=f"weights, and not .*{lost}"):
+            load_loras(pipe, [tmp_path / LORA_FILE], [1])
+    save_file({**tensors, **new}, tmp_path / LORA_FILE)
+    with pytest.raises(ValueError, match="has weights of text_encoder, which are not trained"):
+        add_lora(deepcopy(made("flux").transformer), LoraSettings(file=tmp_path))
 
 
 def test_lokr_starts_at_the_base_and_its_values_depend_on_seed_and_name_only() -> None:
