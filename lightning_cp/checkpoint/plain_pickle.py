@@ -34,9 +34,11 @@ def read_pickle(content: bytes, names: Container[str]) -> Any:
     """Unpickle into dicts, lists, tuples, plain values and `Record`s.
 
     Only the opcodes of pickled dataclasses, enums and plain values are supported: no persistent or extension ids, no
-    sets, no keyword arguments. None acts on an object of this process. (`pickle.Unpickler` is not used, although its
-    `find_class` could return inert classes: a large memo index makes it allocate gigabytes, and it crashes when it
-    hashes a deeply nested tuple as the key of a dict.)
+    sets, no keyword arguments. None acts on an object of this process.
+
+    `pickle.Unpickler` is not used, although its `find_class` could return inert classes. With Python 3.11 to 3.13, a
+    file of 1 MB that has a tuple nested a million times as the key of a dict ends the process (segmentation fault in
+    the hash), tuples of tuples that share their items are hashed for ever, and a memo index of 2**28 takes 4 GB.
 
     Args:
         content: one pickle.

@@ -280,7 +280,8 @@ CONTENTS = {
     "empty": b"",
     "plain": pickle.dumps({"a": 1}),
     "deep tuples": b"\x80\x04)" + b"\x85" * DEEP + b".",
-    "deep keys": b"\x80\x04})" + b"\x85" * DEEP + b"Ns.",
+    "deep keys": b"\x80\x04})" + b"\x85" * 20 * DEEP + b"Ns.",  # `pickle` crashes
+    "shared keys": b"\x80\x04}K\x01q\x00" + b"0h\x00h\x00\x86q\x00" * 60 + b"Ns.",  # `pickle` does not end
     "deep lists": b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
     "huge memo": b"\x80\x04Nr\xff\xff\xff\xff.",
     "huge frame": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + b"N.",
