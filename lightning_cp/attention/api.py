@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.arguments import attention_dtype, check_settings, check_types, lengths_of
-from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, four_dims, report_refusal, settings_of
 from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.attention.sparse.handles import handle_of
@@ -19,9 +18,9 @@ from lightning_cp.mesh.groups import SINGLE_RANK, groups_for
 
 @overload
 def context_parallel_attention(
-    query: Tensor | InTransit,
-    key: Tensor | InTransit,
-    value: Tensor | InTransit,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
@@ -39,9 +38,9 @@ def context_parallel_attention(
 
 @overload
 def context_parallel_attention(
-    query: Tensor | InTransit,
-    key: Tensor | InTransit,
-    value: Tensor | InTransit,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
@@ -58,9 +57,9 @@ def context_parallel_attention(
 
 
 def context_parallel_attention(
-    query: Tensor | InTransit,
-    key: Tensor | InTransit,
-    value: Tensor | InTransit,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -79,9 +78,8 @@ def context_parallel_attention(
     Shards are in rank order. Local lengths may differ between ranks, may be 0, and may differ between query and key.
 
     Args:
-        query: [batch, seq_local, heads, head_dim], a tensor or the result of `start_ulysses`.
-        key, value: [batch, keys_local, kv_heads, head_dim], tensors or results of `start_ulysses`; kv_heads divides
-            heads (`enable_gqa`).
+        query: [batch, seq_local, heads, head_dim].
+        key, value: [batch, keys_local, kv_heads, head_dim]; kv_heads divides heads (`enable_gqa`).
         attn_mask: bool (True = attend) or additive; values <= finfo(dtype).min / 2 mask the key completely.
             [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: mask of the local keys, sent with them.
             [batch or 1, heads or 1, seq_local or 1, keys of all ranks]: mask of the local queries over all keys.
@@ -94,10 +92,10 @@ def context_parallel_attention(
         q_lengths, kv_lengths: seq_local and keys_local of every rank of the context group, in rank order. They save
             an exchange of sizes (and a host synchronisation) per call.
         shares: for unequal devices, the weight of each rank of the context group, by which Ulysses divides heads;
-            None: equal. Tokens are divided by the caller (`strategy.shard`). Not with `start_ulysses`.
+            None: equal. Tokens are divided by the caller (`strategy.shard`).
         block_mask: a `BlockMask` of torch's flex attention, or a `SparseMask`, over the whole sequence, the same on all
             ranks. Empty blocks cost no computation, and ranks send each other only the keys of blocks that
-            are not empty. Not with attn_mask, is_causal or start_ulysses.
+            are not empty. Not with attn_mask or is_causal.
         return_lse: also return the log-sum-exp (LSE).
     Returns: out [batch, seq_local, heads, head_dim] in the inputs' dtype, contiguous; with `return_lse` also lse
         [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query without a key to attend to has
@@ -141,15 +139,9 @@ def context_parallel_attention(
         query.shape[-1], causal=is_causal, scale=scale, groups=groups.name, config=config, grouped=enable_gqa
     )
     lengths = (sizes[0], sizes[1])
-    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-        return attend_across(
-            query, key, value, attn_mask, settings, lengths=lengths, block_mask=handle, return_lse=return_lse
-        )
-    if block_mask is not None:
-        raise ValueError("block_mask cannot be used with start_ulysses: pass tensors")
-    if groups.shares is not None:
-        raise ValueError(f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares")
-    return attend_in_transit(query, key, value, attn_mask, settings, lengths=lengths, return_lse=return_lse)
+    return attend_across(
+        query, key, value, attn_mask, settings, lengths=lengths, block_mask=handle, return_lse=return_lse
+    )
 
 
 def attend_across(

@@ -8,14 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.async_ulysses import InTransit
-
 
 def check_types(**tensors: object) -> None:
     """Check that arguments are tensors (only `attn_mask` may be None). Raises: TypeError."""
     for name, x in tensors.items():
-        if isinstance(x, InTransit) and name != "attn_mask":
-            continue
         if not isinstance(x, Tensor) and not (name == "attn_mask" and x is None):
             remedy = "; give a bool or additive mask" if name == "attn_mask" else ""
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}{remedy}")

@@ -6,7 +6,7 @@ Source: Jacobs et al., arXiv:2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.joint_heads import JointHeads, tokens_first
-from lightning_cp.comm.messages import all_to_all, start_all_to_all
+from lightning_cp.comm.messages import all_to_all
 from lightning_cp.kernels import Grads, PartialAttention
 
 
@@ -99,13 +99,6 @@ def tokens_to_heads(
     return q, k, v, None if mask is None else _join_masks(masks, to)
 
 
-def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
-    """Return the mask for this rank's heads over all tokens of the group. Ranks: all of `to.group`."""
-    sent_masks, masks = _mask_messages(mask, to)
-    all_to_all([[x] for x in sent_masks], [[x] for x in masks], group=to.group)
-    return _join_masks(masks, to)
-
-
 def _mask_messages(mask: Tensor, to: Ulysses) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each rank the mask to send (its heads, our tokens) and a buffer to receive (our heads, its tokens)."""
     shared_by_heads = mask.shape[1] == 1
@@ -129,15 +122,11 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
     """
     if len(tensors) == 1:
         return [tokens_first(to.of_queries.to_heads(tensors))]
-    return start_to_heads(tensors, to=to)()
-
-
-def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
-    """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
     outputs = [_empty_tokens_first(x, sum(to.q_lengths), to.own_heads.num_queries) for x in tensors]
     recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in outputs), strict=True))
     messages = [[tokens_first(x[:, :, rank_heads.query]) for x in tensors] for rank_heads in to.heads_by_rank]
-    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [tokens_first(x) for x in outputs])
+    all_to_all(messages, recv_buffers, group=to.group)
+    return [tokens_first(x) for x in outputs]
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -147,24 +136,12 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
     """
     if len(tensors) == 1:
         return to.of_queries.to_tokens(tensors[:])
-    return start_to_tokens(tensors, to=to)()
-
-
-def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
-    """Start `queries_to_tokens`. Returns: a function that waits for it and returns its result."""
     messages = list(zip(*(_by_rank(tokens_first(x), to.q_lengths) for x in tensors), strict=True))
     length, heads = to.q_lengths[to.rank], to.heads_by_rank[-1].query.stop
     outputs = [x.new_empty(x.shape[0], length, heads, *x.shape[3:]) for x in tensors]
     recv_buffers = [[tokens_first(x[:, :, rank_heads.query]) for x in outputs] for rank_heads in to.heads_by_rank]
-    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: outputs)
-
-
-def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    def wait() -> list[Tensor]:
-        finish()
-        return result()
-
-    return wait
+    all_to_all(messages, recv_buffers, group=to.group)
+    return outputs
 
 
 def partial_to_tokens(part: PartialAttention, *, with_lse: bool, to: Ulysses) -> PartialAttention:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,16 +23,6 @@ def all_to_all(
         messages: for each rank, the tensors to send.
         recv_buffers: for each rank, tensors with the shapes and dtypes that it sends.
     Ranks: all of `group`. Bytes: those of the tensors.
-    """
-    start_all_to_all(messages, recv_buffers, group=group)()
-
-
-def start_all_to_all(
-    messages: Sequence[Sequence[Tensor]], recv_buffers: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
-) -> Callable[[], None]:
-    """Start an `all_to_all`. Returns: a function that waits for it; `messages` must not change before it returns.
-
-    Args, Ranks: see `all_to_all`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
@@ -58,11 +48,7 @@ def start_all_to_all(
     pending = exchange(sends, receives, group=group)
     for recv_buffer, x in zip(recv_buffers[rank], messages[rank], strict=True):
         recv_buffer.copy_(x)
-
-    def finish() -> None:
-        pending.wait()
-        for recv_buffer, staging in copies:
-            recv_buffer.copy_(staging)
-        BUFFERS.give(*taken)
-
-    return finish
+    pending.wait()
+    for recv_buffer, staging in copies:
+        recv_buffer.copy_(staging)
+    BUFFERS.give(*taken)

@@ -208,14 +208,6 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
-def ring_groups(groups: MeshGroups) -> MeshGroups:
-    """Return the ring of `groups` without its Ulysses group. Cached as long as the mesh."""
-    if groups.ring is None:
-        return SINGLE_RANK
-    size, rank = groups.context_shape[0], groups.ring_rank
-    return cached(("ring", groups.name), lambda: as_ring(groups, groups.ring, size, rank, name="ring"))
-
-
 def as_ring(
     groups: MeshGroups,
     group: dist.ProcessGroup | None,

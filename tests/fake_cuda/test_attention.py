@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.attention import context_parallel_attention, operator, start_ulysses
+from lightning_cp.attention import operator
 from lightning_cp.attention.call import Lengths, Settings
 from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.attention.tangents import attention_tangents
@@ -136,24 +136,3 @@ def test_causal_without_masks(mode: str, kernel: str) -> None:
 @pytest.mark.parametrize("with_lse", [True, False])
 def test_accumulation_in_the_inputs_dtype(mode: str, with_lse: bool) -> None:
     check(mode, wide=False, with_lse=with_lse)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["ulysses", "unified allgather", "unified alltoall"])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("masked", [False, True])
-def test_asynchronous_ulysses(mode: str, lengths: tuple[int, ...], masked: bool) -> None:
-    ring, ulysses, rotate_method = MODES[mode]
-    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
-    groups_for(config)
-    with fake_cuda() as recorder, torch.no_grad():
-        q, k, v = (torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        known = list(lengths)
-        sent = [start_ulysses(x, parallel_config=config, lengths=known) for x in (q, k, v)]
-        mask = mask_of("query_mask", lengths) if masked else None
-        out, lse = context_parallel_attention(
-            *sent, mask, parallel_config=config, q_lengths=known, kv_lengths=known, return_lse=True
-        )
-    assert (out.device.type, out.shape, out.dtype) == ("cuda", q.shape, q.dtype)
-    assert (lse.device.type, lse.shape, lse.dtype) == ("cuda", q.shape[:3], torch.float32)
-    assert recorder.crossings == [], recorder.crossings

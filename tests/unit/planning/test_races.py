@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, SparseMask, apply_context_parallel, context_parallel_attention
-from lightning_cp.attention import start_ulysses
 from lightning_cp.comm.halo import fetch_halo, halo_exchange, sum_over_ranks
 from lightning_cp.comm.shards import gather_uneven
 from lightning_cp.mesh.groups import groups_for
@@ -24,7 +23,7 @@ from tests.models.wan import wan
 TAGS = {"query": 1.0, "key": 2.0, "value": 3.0}
 DEGREES = ((2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
 LENGTHS = {"even": (4, 4, 4, 4), "uneven": (3, 5, 2, 6), "empty": (4, 0, 5, 3)}
-KINDS = ("plain", "causal", "key mask", "query mask", "shared kv heads", "sparse", "asynchronous", "known lengths")
+KINDS = ("plain", "causal", "key mask", "query mask", "shared kv heads", "sparse", "known lengths")
 
 
 def attention(ring: int, ulysses: int, *, rotate: str, lengths: tuple[int, ...], kind: str) -> Callable[[int], object]:
@@ -49,8 +48,7 @@ def attention(ring: int, ulysses: int, *, rotate: str, lengths: tuple[int, ...],
             settings["block_mask"] = SparseMask.from_documents(torch.arange(sum(lengths)) // 6, block_size=2)
         elif kind == "known lengths":
             settings |= {"q_lengths": lengths, "kv_lengths": lengths}
-        inputs = [start_ulysses(x, parallel_config=config) for x in (q, k)] if kind == "asynchronous" else [q, k]
-        out = context_parallel_attention(*inputs, v, **settings)
+        out = context_parallel_attention(q, k, v, **settings)
         out.sum().backward()
         assert k.grad is not None
         return out.detach(), k.grad
@@ -61,7 +59,7 @@ def attention(ring: int, ulysses: int, *, rotate: str, lengths: tuple[int, ...],
 FAST = (
     (3, 1, "alltoall", "plain", "uneven"),
     (3, 1, "allgather", "sparse", "uneven"),
-    (1, 3, "allgather", "asynchronous", "even"),
+    (1, 3, "allgather", "plain", "even"),
     (2, 2, "alltoall", "key mask", "uneven"),
 )
 
