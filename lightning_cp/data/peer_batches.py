@@ -13,11 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from typing_extensions import override
 
 from lightning_cp.comm.agree import gather_objects
-from lightning_cp.data.equal_draws import draw_equally
-from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.random_state import get_random_state, is_same_state, set_random_state
 from lightning_cp.data.sampler import EndlessBatches, OrderSampler, UnsizedBatches
-from lightning_cp.data.wrapped_sampler import WrappedSampler
+from lightning_cp.data.wrapped_samplers import GroupBatches, WrappedSampler, draw_equally
 from lightning_cp.errors import DataError
 from lightning_cp.mesh.groups import MeshGroups
 

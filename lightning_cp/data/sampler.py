@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from lightning_cp.data.bucket_order import BucketOrder, Indices
-from lightning_cp.data.wrapped_sampler import WrappedSampler
+from lightning_cp.data.wrapped_samplers import WrappedSampler
 
 
 class OrderSampler(Sampler[list[Any]]):

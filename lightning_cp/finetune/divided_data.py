@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.batch_division import BatchDivision
-from lightning_cp.data.bucket_loader import DataRanks, data_shard_of
 from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
 from lightning_cp.data.keyed_random import hashed_seed
+from lightning_cp.data.loaders import DataRanks, data_shard_of
 from lightning_cp.data.step_degrees import Shard, StepDegrees
 from lightning_cp.data.workers import seeds_of_loader
 from lightning_cp.finetune.families import Sample, StoredBatch

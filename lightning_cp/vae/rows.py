@@ -14,10 +14,8 @@ from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, sizes_in
 from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.vae.attention import attend_all_rows
-from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim
-from lightning_cp.vae.row_local import check_row_local
-from lightning_cp.vae.statistics import group_norm_of_all_rows
+from lightning_cp.vae.all_rows import attend_all_rows, group_norm_of_all_rows
+from lightning_cp.vae.row_dims import RowDim, check_row_local, row_dim_of, row_dim_of_result, set_row_dim
 
 
 class RowShardedOps(TorchFunctionMode):
@@ -27,7 +25,7 @@ class RowShardedOps(TorchFunctionMode):
     active in this thread and this `with` block only.
 
     Raises: NotImplementedError: a function that is not known to work on each row, or on channels and frames alone
-        (`row_local`), and has no sharded version.
+        (`check_row_local`), and has no sharded version.
     Ranks: all of the context group. Gradient: none, sampling only.
     """
 

@@ -1,4 +1,4 @@
-"""Divide the batches of any batch sampler over data groups."""
+"""Samplers that wrap another sampler: divide its batches over data groups, or let all groups draw the same order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,55 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_cp.data.wrapped_sampler import WrappedSampler
+from lightning_cp.data.random_state import seeded
+
+
+class WrappedSampler(Sampler[Any]):
+    """Behave like the wrapped sampler; subclasses override parts of it.
+
+    Args: order: a sampler of indices, or a batch sampler.
+    """
+
+    def __init__(self, order: Iterable[Any]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        """Length of the wrapped sampler. Raises: TypeError: it has no length."""
+        count: int = len(self.order)  # type: ignore[arg-type]
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up other attributes on the wrapped sampler: `set_epoch`, `batch_size`, `state_dict`."""
+        if name.startswith("__") or name == "order":
+            raise AttributeError(name)
+        return getattr(self.order, name)
+
+
+class EqualDraws(WrappedSampler):
+    """Iterate over a sampler with global random states that depend on a seed and the epoch only.
+
+    Args: order: a finite sampler. outer: the DistributedSampler that divides it, with the seed and the epoch.
+    """
+
+    def __init__(self, order: Any, outer: DistributedSampler[Any]) -> None:
+        super().__init__(order)
+        self.outer = outer
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        with seeded(self.outer.seed, self.outer.epoch):
+            return iter(list(self.order))
+
+
+def draw_equally(sampler: Any) -> None:
+    """Change a sampler that Lightning wraps to divide it: its parts on all data groups are of the same order."""
+    wrapped: Any = getattr(sampler, "dataset", None)  # of Lightning's wrapper: the entries of the user's sampler
+    wraps = isinstance(sampler, DistributedSampler) and hasattr(wrapped, "_sampler")
+    if wraps and not isinstance(wrapped._sampler, EqualDraws):
+        wrapped._sampler = EqualDraws(wrapped._sampler, sampler)
 
 
 class GroupBatches(WrappedSampler):
