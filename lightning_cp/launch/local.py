@@ -29,7 +29,6 @@ _BOOT = (
     "from lightning_cp.launch.rank import main; main(sys.argv[2])"
 )
 _LOG_END_LINES, _LOG_END_BYTES = 30, 16 << 10
-_LONGEST_WAIT_S = 3600.0  # longest single wait: the system takes no infinite time-out
 
 
 class StoppedBySignal(BaseException):
@@ -80,7 +79,7 @@ class LocalLauncher(Launcher):
     def _watch(self, ranks: Processes, history: History) -> Result:
         deadline = time.monotonic() + self.limit_s
         while True:
-            _wait(ranks, history, min(_LONGEST_WAIT_S, deadline - time.monotonic()))
+            _wait(ranks, history, deadline - time.monotonic())
             codes = ranks.codes()
             if history.has_failure(codes):
                 self._wait_for_others(ranks, history)
@@ -152,7 +151,7 @@ def _start(job: Job, lifeline: int, ranks: Processes) -> None:
 
 
 def _wait(ranks: Processes, history: History, timeout_s: float) -> None:
-    """Wait for events, at most `timeout_s` seconds, and add them to `history`.
+    """Wait for events, at most `timeout_s` seconds or a second, and add them to `history`.
 
     Raises: StoppedBySignal: this process received a stop signal.
     """

@@ -55,12 +55,10 @@ class Unspeakable(RuntimeError):
 
 @reads_settings
 def end_on_one(config: DictConfig) -> None:
-    """End rank `rank` as `how` says; the others raise when their connection is closed and the file `after` exists."""
+    """End rank `rank` as `how` says; the others raise when their connection is closed."""
     if config.rank != RANK:
         with _connected(config, RANK) as connection:
             connection.read()
-        while config.get("after") and not Path(config.after).exists():
-            time.sleep(0.01)
         raise ConnectionError("Connection closed by peer")
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
         _connections.append(_connected(config, rank))

@@ -7,14 +7,13 @@ import threading
 import time
 from itertools import product
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result, local
-from lightning_cp.launch.processes import Event, EventKind, Processes, _ended_first
+from lightning_cp.launch.processes import Event, Processes
 from tests.harness.cases import full_unless
 from tests.unit.launch.targets import FOREVER_S
 
@@ -115,26 +114,11 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
     full_unless(lambda how, rank: rank == 2 * (list(ENDINGS).index(how) % 2), list(product(ENDINGS, (0, 2)))),
 )
 def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path) -> None:
-    assert_named(how, rank, tmp_path)
-
-
-def assert_named(how: str, rank: int, folder: Path, *, in_turn: bool = False) -> None:
-    """Args: in_turn: the other ranks end after the launcher has seen the end of the first."""
     kind, message, code = ENDINGS[how]
     for other in {0, 1, 2} - {rank}:
-        os.mkfifo(folder / f"to_{other}")
-    seen, wait = folder / "seen", Processes.wait
-
-    def noting(ranks: Processes, timeout_s: float) -> list[Event]:
-        events = wait(ranks, timeout_s)
-        if any(event.kind is EventKind.ENDED for event in events):
-            seen.touch()
-        return events
-
-    with mock.patch.object(Processes, "wait", noting):
-        launcher = IMPATIENT if how == "workers" else PATIENT  # the others wait for a connection that the worker holds
-        settings = {"rank": rank, "how": how, "after": str(seen) if in_turn else ""}
-        result = launch("end_on_one", folder, launcher=launcher, **settings)
+        os.mkfifo(tmp_path / f"to_{other}")
+    launcher = IMPATIENT if how == "workers" else PATIENT  # the others wait for a connection that the worker holds
+    result = launch("end_on_one", tmp_path, launcher=launcher, rank=rank, how=how)
     failure = failure_of(result)
     assert (failure.rank, failure.kind) == (rank, kind), failure
     assert failure.message.startswith(message.format(rank))
@@ -182,24 +166,6 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
     monkeypatch.setattr(Processes, "wait", wait_late)
     failure = failure_of(launch("end_on_one", tmp_path, rank=2, how="_exit 5"))
     assert failure.describe() == "rank 2 ended with exit code 5"
-
-
-def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pidfds, as on macOS or where a sandbox forbids pidfds: ends are in order if a polling interval apart."""
-    monkeypatch.delattr(os, "pidfd_open")
-    for number, how in enumerate(("_exit 7", "signal 9", "_exit 0", "raise", "return")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert_named(how, 2 * (number % 2), folder, in_turn=True)
-    assert launch("write_environment", tmp_path).exit_code == 0
-
-
-def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(pid: int) -> int:
-        raise PermissionError(pid)
-
-    monkeypatch.setattr(os, "pidfd_open", forbidden)
-    assert_named("_exit 0", 0, tmp_path, in_turn=True)
 
 
 def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
@@ -322,10 +288,3 @@ def test_the_launcher_imports_no_torch() -> None:
         [sys.executable, "-c", code, json.dumps(sys.path)], capture_output=True, text=True, timeout=150
     )
     assert run.stdout.strip() == "[]", run.stdout + run.stderr
-
-
-def test_events_of_one_polling_interval_are_in_the_order_of_causes() -> None:
-    """A rank that ended without a message comes first; a rank's report comes before its end."""
-    report, closed, ended = Event(1, EventKind.MESSAGE), Event(1, EventKind.CLOSED), Event(1, EventKind.ENDED)
-    of_another, silent = Event(2, EventKind.MESSAGE), Event(0, EventKind.ENDED)
-    assert _ended_first([of_another, report, closed, ended, silent]) == [silent, report, closed, ended, of_another]
