@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
@@ -71,6 +71,16 @@ def read_image(file: str | Path, *, background: Color = WHITE) -> Tensor:
             if alpha is not None:
                 rgb = Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
             return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def image_size(file: Path) -> tuple[int, int]:
+    """Return height and width of an upright image, from its header. Raises: MediaError, OSError: see `open_image`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `read_image`
+        with open_image(file) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            on_its_side = turned and image.format != "TIFF"  # Pillow turns the size of these already
+            return (image.width, image.height) if on_its_side else (image.height, image.width)
 
 
 def _color_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:

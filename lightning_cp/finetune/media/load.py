@@ -14,7 +14,7 @@ from lightning_cp.finetune.media.audio import read_sound
 from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
 from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
-from lightning_cp.finetune.media.images import BLACK, WHITE, Color, read_image
+from lightning_cp.finetune.media.images import BLACK, WHITE, Color, image_size, read_image
 from lightning_cp.finetune.media.source import Source, is_video
 from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, resampled_frames
 
@@ -90,6 +90,24 @@ def load_media(
                     height, width = reference_size(height=height, width=width)
                 reference, _ = fit(read, Bucket(read.shape[1], height, width), max_upscale=max_upscale)
     return LoadedMedia(fitted, bucket, crop, rate, reference, sound, mask)
+
+
+def check_header(
+    source: Source, buckets: Sequence[Bucket], *, fps: float | None = None, max_upscale: float = MAX_UPSCALE
+) -> None:
+    """Check that a source is long and large enough, without decoding more than a frame. Args: see `load_media`.
+
+    Raises: MediaError: as `load_media`, which can also find damage behind the header.
+    """
+    with failures_of(source.file):
+        if source.is_video:
+            info = probe(source.file)
+            frames = resampled_frames(info, fps=fps, start_s=source.start_s, end_s=source.end_s)
+            height, width = info.height, info.width
+        else:
+            frames, (height, width) = 1, image_size(source.file)
+        bucket = nearest_bucket(buckets, frames, height, width, max_upscale=max_upscale)
+        centre_crop(height, width, bucket, max_upscale=max_upscale)
 
 
 def _read_mask(file: Path, pixels: Tensor, bucket: Bucket, max_upscale: float) -> Tensor:

@@ -128,6 +128,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
     loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
+    masks, found = has_masks(found.sources), _without_unfit(run, pipe, found, loader)
     captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
@@ -147,11 +148,32 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
-            masks=has_masks(found.sources),
+            masks=masks,
             image_noise=settings.image_noise,
         )
     done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
     return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
+
+
+def _without_unfit(run: _Run, pipe: Any, found: Sources, loader: Loader) -> Sources:
+    """Skip media that are too small or too short before their captions are encoded. Ranks: the whole world.
+
+    Raises: MediaError: one is, with `on_bad=error`.
+    """
+    ranks, unfit = run.ranks, dict[str, Skipped]()
+    with run.phase("headers", len(found.sources), pipe, ()) as (writer, report):
+        loader = replace(loader, done=writer.done_ids())
+        for source in found.sources[ranks.rank :: ranks.size]:
+            ranks.check()
+            error = loader.header_error(source)
+            if error is not None and run.settings.on_bad == "error":
+                raise error
+            if error is not None:
+                unfit[source.id] = Skipped(source.file, str(error))
+            report(1)
+    all_unfit = {id: one for part in ranks.gather(unfit) for id, one in part.items()}
+    kept = tuple(source for source in found.sources if source.id not in all_unfit)
+    return Sources(kept, (*found.skipped, *all_unfit.values()))
 
 
 def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> tuple[int, int]:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, StaleCacheError
 from lightning_cp.families import family_for, load_family
 from lightning_cp.family_check import store
 from lightning_cp.files import open_regular
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash, folder
+from lightning_cp.finetune.media.images import image_size, read_image
 from lightning_cp.finetune.precompute import hashes, loading
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.finetune.precompute.usable import usable
@@ -55,6 +56,24 @@ def test_references_must_be_of_all_pictures_or_of_none(tmp_path: Path) -> None:
     (tmp_path / "a.png").unlink()
     assert len(usable(find_sources(tmp_path, captions="optional"), family, {None: buckets}).sources) == 1
     assert len(usable(found, load_family("flux", {"pixels": 16}), {None: buckets}).sources) == 2  # without references
+
+
+def test_media_that_fit_no_size_are_skipped_before_captions_are_encoded(flux: Path, tmp_path: Path) -> None:
+    data = pictures(tmp_path / "data", 2)
+    for name, size, orientation in (("a.jpg", (16, 12), 1), ("b.png", (12, 16), 6), ("c.tiff", (16, 12), 8)):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        Image.new("RGB", size).save(data / name, exif=exif)  # size: width, height
+        (data / f"{name[0]}.txt").write_text(f"picture {name}\n")
+        assert image_size(data / name) == tuple(read_image(data / name).shape[1:])
+    settings = {**PICTURES, "sizes": [[16, 24]]}
+    result = encoded(flux, data, tmp_path / "out", settings)
+    assert [one.file.name for one in result.skipped] == ["c.tiff"]
+    assert "is too small: 12x16 pixels must be enlarged 2.00 times for 24x16" in result.skipped[0].reason
+    assert (result.found, result.encoded, result.captions) == (5, 4, 6)  # with the empty caption
+    with pytest.raises(MediaError, match=r"c\.tiff: is too small"):
+        encoded(flux, data, tmp_path / "strict", {**settings, "on_bad": "error"})
+    assert not list((tmp_path / "strict").glob("*.safetensors"))
 
 
 def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: Path) -> None:
