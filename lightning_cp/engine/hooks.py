@@ -22,8 +22,7 @@ from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.paths import is_compiled
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.missing_split import missing_split
-from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, shard_before_checkpoint
+from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, missing_split, shard_before_checkpoint
 from lightning_cp.engine.value_checks import check_arguments, check_in_graph
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.nest import named_leaves, tensors

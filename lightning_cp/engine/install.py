@@ -19,10 +19,8 @@ from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.sharding.embeddings import EmbeddingHook
-from lightning_cp.engine.sharding.halo import HaloHook
-from lightning_cp.engine.sharding.padding import PadHook
-from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.sharding.convolutions import EmbeddingHook, HaloHook
+from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, PadHook
 from lightning_cp.engine.tiles.feed_forwards import tile_feed_forwards
 from lightning_cp.engine.tiles.forward import untile
 

@@ -186,7 +186,6 @@ class Session:
             of all ranks (for plans that do not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
-        keeps_shards: outputs are not gathered before something needs all of their values, see `LateGather`.
     """
 
     groups: MeshGroups
@@ -204,7 +203,6 @@ class Session:
     num_graph_checks: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     derivable_sizes: set[Hashable] = field(default_factory=set)
     batch_groups: MeshGroups | None = None
-    keeps_shards: bool = False
 
     @property
     def batch_group(self) -> dist.ProcessGroup | None:

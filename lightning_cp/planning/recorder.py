@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.observer import Transfer
 from lightning_cp.compat.dispatch_names import TorchDispatchMode, run_body, schema_of
 from lightning_cp.compat.torch_names import is_fake, tree_iter, without_dispatch_modes
-from lightning_cp.engine.sharding.late_gather import LateGather
 from lightning_cp.planning.flops import flops_of, moved_bytes
 from lightning_cp.planning.memory import Span, StorageTracker
 from lightning_cp.planning.step import Compute, Event, Start, Wait
@@ -69,7 +68,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks a tensor without storage for its device, very often
             return func(*args, **kwargs)
-        if any(issubclass(kind, (DTensor, LateGather)) for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # their operators on shards come here again
         if func.namespace == "lightning_cp":
             self._inside += 1

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from lightning_cp.comm.observer import observing
 from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
-from lightning_cp.engine.installed import sessions_in
-from lightning_cp.engine.sharding.late_gather import keeping_shards
-from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
 from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight, shards_of
@@ -33,7 +30,7 @@ def mean_square(output: Any, target: Tensor | None = None) -> Tensor:
     first = next(of_type(Tensor, output))
     if target is None or target.shape != first.shape:
         target = torch.zeros(first.shape, device=first.device)
-    return sample_means(lambda x, y: (x.to(y.dtype) - y).square(), first, target).mean()
+    return (first.to(target.dtype) - target).square().mean()
 
 
 def training_loss(model: nn.Module, inputs: Mapping[str, Any], settings: StepSettings) -> Tensor:
@@ -48,9 +45,7 @@ def training_loss(model: nn.Module, inputs: Mapping[str, Any], settings: StepSet
             noisy, target = _noised(x.float())
             inputs[name] = noisy.to(x.dtype)
             break
-    with keeping_shards(sessions_in(model), on=settings.on_shards):
-        output = model(**inputs)
-    return settings.loss(output, target)
+    return settings.loss(model(**inputs), target)
 
 
 def _noised(clean: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,14 +63,12 @@ class StepSettings:
         autocast: dtype of `torch.autocast`; None: none.
         optimizer: makes the optimizer of parameters.
         loss: computes the loss from the model's output and, if there is one, the target.
-        on_shards: each rank computes the loss of its tokens, see `Objective`.
     """
 
     task: Literal["train", "sample"] = "train"
     autocast: torch.dtype | None = None
     optimizer: MakeOptimizer = adamw
     loss: Callable[..., Tensor] = mean_square
-    on_shards: bool = True
 
 
 TRAINING = StepSettings()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -21,7 +20,6 @@ from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.sharding.late_gather import keeping_shards
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.launch.stall import watch_stalls
@@ -262,10 +260,6 @@ class ContextParallel:
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
         return gather_uneven(x, dim, self.initialized_groups(of_step=True), order)
-
-    def loss_on_shards(self) -> AbstractContextManager[None]:
-        """Leave out the gather of the transformers' outputs in this context, for `sample_means`."""
-        return keeping_shards(list(self.sessions))
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """Create a generator that draws the same numbers on all ranks of a context group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,6 @@ from lightning_cp.data.random_state import RandomStates, separate_random_states,
 from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.attention.stand_ins import SHARED_SAMPLES, install_stand_ins, release_stand_ins
-from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.mesh.groups import prove_membership
@@ -205,20 +204,6 @@ class ContextParallelMixin:
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """Weight a mean loss over local tokens for gradient averaging; see `ContextParallel.local_mean`."""
         return self.context.local_mean(loss, tokens)
-
-    def loss_on_shards(self) -> AbstractContextManager[None]:
-        """Leave out the gather of the transformers' outputs in this context, for `sample_means`."""
-        return self.context.loss_on_shards()
-
-    def sample_means(
-        self,
-        error: Callable[[Tensor, Tensor], Tensor],
-        output: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-    ) -> Tensor:
-        """Return the weighted mean of the errors of each sample; see `engine.sharding.sample_means`."""
-        return sample_means(error, output, target, weight)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.

@@ -16,6 +16,7 @@ from lightning_cp.compat.torch_names import autograd_functions, module_call_code
 from lightning_cp.engine.attention.scope import SCOPE, Scope
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.session import Call, Session
+from lightning_cp.engine.sharding.convolutions import whole_embeddings
 from lightning_cp.errors import InterceptionError
 
 
@@ -56,13 +57,18 @@ def _recomputing_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return generator
 
 
+_REENTRANT = "a reentrant checkpoint"  # it passes gradients of tensors only
+
+
 def _recomputing_function(original: Any) -> Any:
     """Return a stand-in for the autograd function of reentrant checkpointing."""
 
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
-            return original.apply(in_scope(function), *args)
+            run = in_scope(function)
+            tensors = whole_embeddings(args, _REENTRANT)
+            return original.apply(lambda *x: whole_embeddings(run(*x), _REENTRANT), *tensors)
 
     return CheckpointFunction
 

@@ -1,26 +1,27 @@
-"""Hooks that split or gather the arguments and outputs of modules according to a plan."""
+"""Hooks that pad, split or gather the arguments and outputs of modules according to a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
 from lightning_cp.engine.rules.rules import Arguments, Outputs
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.late_gather import gather_output
 from lightning_cp.engine.sharding.lengths import find_sizes
-from lightning_cp.engine.sharding.missing_split import unplanned_shapes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
 from lightning_cp.errors import ShapeError
-from lightning_cp.nest import of_type
-from lightning_cp.plans import Kept, Spec, Split
+from lightning_cp.nest import named_tensors, of_type
+from lightning_cp.plans import Kept, Pad, Spec, Split
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class OutputHook(EngineHook):
         STATS.enter(module)
         name = f"the output of {rule.path}"
         if not rule.always and rule.gathers:
-            return unshard(output, rule.spec, name=name, session=session, late=session.keeps_shards)
+            return unshard(output, rule.spec, name=name, session=session)
         if not rule.always:
             before = tuple(session.current().lengths)
             return shard(output, rule.spec, name=name, session=session, strict=True, before=before)
@@ -118,7 +119,37 @@ class OutputHook(EngineHook):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        return gather_output(x, spec.dim % x.ndim, sizes, call, late=self.session.keeps_shards)
+        return gather_shards(x, spec.dim % x.ndim, list(sizes), call.groups.name)
+
+
+@dataclass(eq=False)
+class PadHook(EngineHook):
+    """Hook before the model: pads texts with fewer tokens than shards, and masks the padding."""
+
+    session: Session
+    signature: Any  # signature of the model's forward
+    pads: Sequence[Pad]
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            bound = self.signature.bind(module, *args, **kwargs)
+        except TypeError:
+            return args, kwargs  # the forward itself raises the error
+        arguments, changed = bound.arguments, False
+        for pad in self.pads:
+            tokens, mask = arguments.get(pad.tokens), arguments.get(pad.mask)
+            shards = self.session.current().num_shards
+            if not isinstance(tokens, Tensor) or not 0 <= tokens.shape[1] < shards:
+                continue
+            missing = shards - tokens.shape[1]
+            if mask is None:
+                mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            arguments[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))
+            arguments[pad.mask] = F.pad(mask, (0, missing))
+            changed = True
+        return (bound.args[1:], bound.kwargs) if changed else (args, kwargs)
 
 
 def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -152,3 +183,37 @@ def shard_before_checkpoint(
         return shard_arguments(block, args, kwargs)
     finally:
         call.shares_shards = False
+
+
+def unplanned_shapes(
+    order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], planned: Mapping[str, object]
+) -> dict[str, tuple[int, ...]]:
+    """Collect the shapes of a block's tensors that its plan does not mention, by the name of the argument.
+
+    Args: order: names of the forward's arguments, in order. planned: arguments that the plan mentions, by name.
+    """
+    arguments = {**dict(zip(order, args)), **kwargs}
+    unplanned = {name: value for name, value in arguments.items() if name not in planned}
+    return {name: tuple(x.shape) for name, x in named_tensors("", unplanned)}
+
+
+def missing_split(call: Call) -> str | None:
+    """Describe arguments of the last block that hold all tokens of modalities and are not split; None if none do."""
+    sums: dict[int, tuple[str, ...]] = {}
+    for count in (1, 2, 3):
+        for modalities in combinations(call.lengths, count):
+            whole, local = sum(call.lengths[x] for x in modalities), call.sizes(modalities)[call.groups.context_rank]
+            if whole != local:
+                sums.setdefault(whole, modalities)
+    unsplit = [
+        f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens{_of(sums[n])}"
+        for name, shape in call.unplanned.items()
+        for dim, n in enumerate(shape)
+        if n in sums
+    ]
+    return "; ".join(unsplit) or None
+
+
+def _of(modalities: Sequence[str]) -> str:
+    """Name modalities; "" if they have no names: a plan in diffusers' format names them by their lengths."""
+    return "" if any(name.isdecimal() for name in modalities) else f" of {' + '.join(modalities)}"

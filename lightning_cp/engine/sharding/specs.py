@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.sparse.handles import is_block_mask
-from lightning_cp.comm.shards import sizes_in
+from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.engine.sharding.late_gather import gather_output, own_tokens, whole
+from lightning_cp.engine.sharding.convolutions import LocalTokens, whole_embeddings
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
@@ -52,6 +52,8 @@ def shard(
             return x  # of the whole sequence; attention selects this rank's part
         if isinstance(x, Tensor) and isinstance(spec, Mask):
             return _shard_mask(x, spec, name=name, session=session, before=before)
+        if isinstance(x, LocalTokens) and isinstance(spec, Split):
+            return _shard_anew(x, spec, name=name, session=session, strict=strict, before=before)
         if isinstance(x, Tensor) and isinstance(spec, Split):
             return _shard_tensor(x, spec, name=name, session=session, strict=strict, before=before)
         raise _undescribed(x, spec, name)
@@ -59,10 +61,9 @@ def shard(
     return _each(value, spec, name, one)
 
 
-def unshard(value: Any, spec: Spec | None, *, name: str, session: Session, late: bool = False) -> Any:
+def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
     """Gather `value` (an output, or a nest of outputs) on every rank; the adjoint of `shard`.
 
-    Args: late: gather when something needs all values, see `LateGather`.
     Gradient: reduce-scatter (sum). Raises: PlanError: an output with another number of tokens than this rank's.
     """
 
@@ -73,7 +74,7 @@ def unshard(value: Any, spec: Spec | None, *, name: str, session: Session, late:
             return session.current().rows[spec.modality]
         if not (isinstance(spec, Split) and isinstance(x, Tensor)):
             raise _undescribed(x, spec, name)
-        return _unshard_tensor(x, spec, name, session.current(), late=late)
+        return _unshard_tensor(x, spec, name, session.current())
 
     return _each(value, spec, name, one)
 
@@ -103,9 +104,7 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
     return PlanError(f"{name} is a {type(value).__name__}, which does not fit the {type(spec).__name__} in its plan")
 
 
-def _shard_tensor(
-    x: Tensor, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]
-) -> Tensor:
+def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]) -> Any:
     """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
 
     Not with gradients, but for `shard_before_checkpoint`: a recomputation in backward, which starts anew, must repeat
@@ -119,8 +118,7 @@ def _shard_tensor(
     shards, key = call.shards, (id(x), id(spec), torch.is_grad_enabled())
     whole, version, cached, its_version = shards.get(key, _NONE)
     if cached is not None and whole() is x and (version, its_version) == (version_of(x), cached._version):
-        shard: Tensor = cached
-        return shard
+        return cached
     shard = _shard_anew(x, spec, name=name, session=session, strict=strict, before=before)
     if shard is not x and not shard.is_inference() and not x.is_inference():
         shards[key] = weakref.ref(x), version_of(x), shard, shard._version
@@ -130,7 +128,7 @@ def _shard_tensor(
 _NONE: tuple[Any, ...] = (None, 0, None, 0)
 
 
-def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]) -> Tensor:
+def _shard_anew(x: Any, spec: Split, *, name: str, session: Session, strict: bool, before: Sequence[str]) -> Any:
     call = session.current()
     if not spec.is_for(x.ndim):
         return x
@@ -147,8 +145,8 @@ def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
         batch = x.reshape(*x.shape[:dim], -1, total, *x.shape[dim + 1 :])
         return narrow(batch, dim + 1, parts, ranks).flatten(dim, dim + 1)
     if n == total:
-        own = own_tokens(x, dim, parts)
-        return narrow(whole(x), dim, parts, ranks) if own is None else own
+        own = x.own(dim, parts[0][1:-1]) if isinstance(x, LocalTokens) else None
+        return narrow(whole_embeddings(x, "the order of its tokens"), dim, parts, ranks) if own is None else own
     can_be_shard = all(modality in before for modality in spec.modalities if modality not in spec.local)
     if n == 1 or (can_be_shard and (n == local or (spec.folded and local and n % local == 0))):
         return x
@@ -205,7 +203,7 @@ def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
     return slice(*(min(max(n - tokens.start, 0), len(tokens)) for n in (start, stop)))
 
 
-def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session, before: Sequence[str]) -> Tensor:
+def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session, before: Sequence[str]) -> Any:
     """Shard an attention mask.
 
     A key mask ([b, s] or [..., 1, s]) is sharded like its tokens. A query mask ([..., s, s]) is sharded to this rank's
@@ -280,7 +278,7 @@ def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Seque
     return pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call, *, late: bool) -> Tensor:
+def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
@@ -292,7 +290,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call, *, late: bool
         )
     dim = spec.dim % x.ndim
     sizes = [n for s in spec.modalities for n in call.sizes_of(s)]
-    gathered = gather_output(x, dim, sizes, call, late=late)
+    gathered = gather_shards(x, dim, sizes, call.groups.name)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]

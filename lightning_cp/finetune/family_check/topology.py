@@ -29,7 +29,6 @@ def topology_proof(
     config: ContextParallelConfig,
     *,
     step: int = 3,
-    on_shards: bool = False,
 ) -> Proof:
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
@@ -39,14 +38,13 @@ def topology_proof(
             float64 with latents and loss in float64.
         stored: the same batch on every rank.
         config: degrees; all ranks of the world are one context group.
-        on_shards: see `Objective`. True: the family's `prediction` must call the same functions on all ranks.
     Ranks: all of the world. Returns: the same result on every rank.
     """
     freeze_base(transformer, family)
     dtype, alone = activation_dtype(transformer), transformer
     if dtype not in _TOLERANCE:
         dtype, alone = torch.float32, copy.deepcopy(transformer).float()
-    objective = replace(objective_for(family, seed=0), loss_dtype=dtype, on_shards=on_shards)
+    objective = replace(objective_for(family, seed=0), loss_dtype=dtype)
     parallel = copy.deepcopy(alone)
     loss, gradients = _gradients(objective, alone, family, stored, step)
     for model in models_by_component(parallel, "transformer").values():

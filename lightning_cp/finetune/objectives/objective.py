@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.installed import sessions_in
-from lightning_cp.engine.sharding.late_gather import keeping_shards
-from lightning_cp.engine.sharding.sample_means import sample_means
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
 from lightning_cp.finetune.objectives.fabric_call import call_unrounded
-from lightning_cp.finetune.objectives.weighting import loss_weight, pseudo_huber
+from lightning_cp.finetune.objectives.weighting import loss_weight, pseudo_huber, sample_means
 from lightning_cp.training.noise import FirstIndex, indices_of, sample_dropped, sample_noise
 
 _NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
@@ -64,8 +62,6 @@ class Objective(ABC):
         min_snr_gamma: the largest signal-to-noise ratio that counts with "min_snr".
         huber_c: pseudo-Huber error, which is linear for differences that are large against this number; None: the
             squared error.
-        on_shards: a context-parallel transformer's output is not gathered: each rank computes the loss of its tokens,
-            and their sums are exchanged.
     """
 
     seed: int
@@ -77,7 +73,6 @@ class Objective(ABC):
     weighting: str | None = None
     min_snr_gamma: float = 5.0
     huber_c: float | None = None
-    on_shards: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.cond_dropout <= 1:
@@ -145,11 +140,10 @@ class Objective(ABC):
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         each = family.latent_times(noised.times)
         arguments = family.inputs(noised.noisy, each, noised.stored, options)
-        with keeping_shards(sessions_in(transformer), on=self.on_shards):
-            output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
+        output = first_outputs(call_unrounded(transformer, arguments), family.outputs)
         predicted, target = by_name(family.prediction(output, noised.noisy)), by_name(noised.target)
         masks = noised.loss_mask
-        errors = {name: sample_means(self._error, predicted[name], x, masks.get(name)) for name, x in target.items()}
+        errors = {name: sample_means(self._error(predicted[name], x), masks.get(name)) for name, x in target.items()}
         return _sum([self._at_time(family, errors, name, time) for name, time in by_name(each).items()])
 
     def _at_time(self, family: Family, errors: dict[str, Tensor], name: str, time: Tensor) -> Tensor:

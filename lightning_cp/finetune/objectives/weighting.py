@@ -1,4 +1,4 @@
-"""Weights of a sample's loss by its noise level, and the pseudo-Huber error."""
+"""Weights of a sample's loss by its noise level, the pseudo-Huber error, and the mean error of each sample."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def pseudo_huber(error: Tensor, c: float) -> Tensor:
     """Return 2c(√(error² + c²) - c): error² for small errors, and linear for large ones (arXiv:2310.14189)."""
     squared = error.square()
     return 2 * c * squared / ((squared + c * c).sqrt() + c)  # the same, without the rounding of a difference
+
+
+def sample_means(errors: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted mean of the errors of each sample, [b]. A sample with weight 0 everywhere has 0.
+
+    Args: errors: [b, ...]. weights: broadcastable to them; None: 1.
+    """
+    if weights is None:
+        return errors.flatten(1).mean(dim=1)
+    weights = weights.to(errors.dtype).expand_as(errors)
+    total = weights.flatten(1).sum(dim=1)
+    return (errors * weights).flatten(1).sum(dim=1) / torch.where(total > 0, total, 1.0)

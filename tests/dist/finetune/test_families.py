@@ -50,7 +50,7 @@ def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -
     family = load_family(name, facts)
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
     with nothing_narrowed():
-        proof = topology_proof(transformer, family, collate(samples, family.text), config, on_shards=True)
+        proof = topology_proof(transformer, family, collate(samples, family.text), config)
     return proof.error, proof.found
 
 

@@ -1,4 +1,4 @@
-"""Count the activations of a training step per rank, with and without the loss on shards."""
+"""Count the activations of a training step per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_cp.finetune.adapters.lora import LoraSettings
 from lightning_cp.planning.devices import DEVICES
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import MediaSize, diffusers_model, of_dtype
-from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.step import Checkpointing, Layout, Step
 
 KIND = "WanTransformer3DModel"
@@ -23,22 +22,18 @@ class ActivationsRow:
     """Activations of one rank. Attributes: share: activations times ranks, relative to those of one rank."""
 
     checkpointing: Checkpointing
-    on_shards: bool
     ranks: int
     activation_bytes: int
     share: float
 
 
-def run_wan(
-    config: Mapping[str, Any], size: MediaSize, layout: Layout, *, lora_rank: int | None, on_shards: bool = True
-) -> Step:
+def run_wan(config: Mapping[str, Any], size: MediaSize, layout: Layout, *, lora_rank: int | None) -> Step:
     """Dry-run a training step of a Wan transformer in bfloat16, on H100s."""
     model = diffusers_model(KIND, config, size)
     return dry_run(
         model.build,
         of_dtype(model.inputs, torch.bfloat16),
         layout,
-        StepSettings(on_shards=on_shards),
         device=DEVICES["h100"].profile(),
         lora=None if lora_rank is None else LoraSettings(rank=lora_rank),
     )
@@ -51,18 +46,15 @@ def activation_rows(
     lora_rank: int,
     ranks: Sequence[int],
     checkpointing: Sequence[Checkpointing] = ("none", "full"),
-    losses: Sequence[bool] = (False, True),
 ) -> Iterator[ActivationsRow]:
-    """Yield a row for each kind of checkpointing, loss and number of ranks of a ring.
+    """Yield a row for each kind of checkpointing and number of ranks of a ring.
 
-    Args: ranks: the first is 1. losses: True: on shards.
+    Args: ranks: the first is 1.
     """
     for kind in checkpointing:
-        for on_shards in losses:
-            one = 0
-            for n in ranks:
-                layout = Layout(ring=n, rotate_method="alltoall", checkpointing=kind)
-                step = run_wan(config, size, layout, lora_rank=lora_rank, on_shards=on_shards)
-                counted = step.peak["activations"]
-                one = one or counted
-                yield ActivationsRow(kind, on_shards, n, counted, counted * n / one)
+        one = 0
+        for n in ranks:
+            layout = Layout(ring=n, rotate_method="alltoall", checkpointing=kind)
+            counted = run_wan(config, size, layout, lora_rank=lora_rank).peak["activations"]
+            one = one or counted
+            yield ActivationsRow(kind, n, counted, counted * n / one)

@@ -18,14 +18,11 @@ from lightning_cp.planning.devices import GB
 def activations_table(rows: Sequence[ActivationsRow]) -> list[str]:
     """Return the lines of a Markdown table of the activations."""
     lines = [
-        "| checkpointing | loss | ranks | activations per rank, MB | × ranks / one rank |",
-        "|---|---|---|---|---|",
+        "| checkpointing | ranks | activations per rank, MB | × ranks / one rank |",
+        "|---|---|---|---|",
     ]
     for row in rows:
-        loss = "on shards" if row.on_shards else "of the whole output"
-        lines.append(
-            f"| {row.checkpointing} | {loss} | {row.ranks} | {row.activation_bytes / 1e6:.2f} | {row.share:.2f} |"
-        )
+        lines.append(f"| {row.checkpointing} | {row.ranks} | {row.activation_bytes / 1e6:.2f} | {row.share:.2f} |")
     return lines
 
 
