@@ -18,7 +18,7 @@ from lightning_cp.engine.peers.comparison import PeerCheck, forwards_to_check
 from lightning_cp.engine.rules.compiling import compile_rules
 from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.engine.session import Session
-from lightning_cp.engine.tiles.feed_forwards import check_tiles
+from lightning_cp.engine.tiles import check_tiles
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh.groups import MeshGroups, groups_for

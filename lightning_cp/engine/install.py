@@ -21,8 +21,7 @@ from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.convolutions import EmbeddingHook, HaloHook
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, PadHook
-from lightning_cp.engine.tiles.feed_forwards import tile_feed_forwards
-from lightning_cp.engine.tiles.forward import untile
+from lightning_cp.engine.tiles import tile_feed_forwards, untile
 
 _ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
 _MARKED = "_parallel_config"

@@ -1,29 +1,28 @@
-"""Find the feed-forwards in the blocks of a model."""
+"""Compute feed-forwards, which treat each token alone, in tiles of tokens: find them, and replace their forward."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.config import AUTO_TILES
-from lightning_cp.engine.forwards import own_forward
+from lightning_cp.engine.forwards import ForwardWrapper, own_forward
 from lightning_cp.engine.rules.paths import class_of, submodule, unwrapped
 from lightning_cp.engine.rules.rules import Rules
-from lightning_cp.engine.tiles.forward import tile
 from lightning_cp.errors import PlanError
 from lightning_cp.rules import MLP_TILES
 
-_PER_TOKEN = (
-    "Linear",
-    "LayerNorm",
-    "RMSNorm",
-    "Identity",
-    "Dropout",
-    "SiLU",
-)  # at the end of a class's name, or a base's
+# At the end of a class's name, or a base's: layers that compute each token alone.
+_PER_TOKEN = ("Linear", "LayerNorm", "RMSNorm", "Identity", "Dropout", "SiLU")
+_NO_GRAPH = "mlp_tiles computes feed-forwards outside of graphs: leave out mlp_tiles, or fullgraph=True"
 
 
 def check_tiles(tiles: object) -> None:
@@ -133,3 +132,59 @@ def _is_per_token(module: nn.Module) -> bool:
     is_activation = is_activation and not isinstance(module, nn.MultiheadAttention)
     is_norm = isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) > 1
     return not is_norm and (is_activation or any(kind.__name__.endswith(_PER_TOKEN) for kind in kinds))
+
+
+class TiledForward(ForwardWrapper):
+    """The forward of a feed-forward in tiles of its input's longest dim, without the last.
+
+    The values between its layers exist for one tile at a time: each tile has an activation checkpoint.
+
+    Attributes: module: the feed-forward. tiles: number of tiles.
+    """
+
+    def __init__(self, module: nn.Module, tiles: int) -> None:
+        self.module, self.tiles = module, tiles
+        self.original = own_forward(module).get()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the forward of one tensor. With more arguments, and for derivatives of `torch.func`, in one piece."""
+        x, *others = (*args, *kwargs.values())
+        if others or x.ndim < 2 or not x.numel() or transforms_are_on():
+            return self.forward(*args, **kwargs)
+        dim = max(range(x.ndim - 1), key=lambda i: x.shape[i])
+        forward = partial(checkpoint, self.forward, use_reentrant=False) if torch.is_grad_enabled() else self.forward
+        return torch.cat([forward(tile) for tile in x.split(math.ceil(x.shape[dim] / self.tiles), dim)], dim)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute all tokens in one piece."""
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def tile(module: nn.Module, tiles: int) -> None:
+    """Compute a feed-forward in tiles. `untile` restores it."""
+    own_forward(module).put(partial(_runner(), TiledForward(module, tiles)))
+
+
+def untile(module: nn.Module) -> None:
+    """Undo `tile`, also on a deep copy. Other modules stay unchanged."""
+    tiled = own_forward(module).holder
+    if not isinstance(tiled, TiledForward):
+        return
+    slot = own_forward(module, above=tiled)
+    if tiled.original is not None:
+        slot.put(tiled.original)
+    else:
+        slot.clear(module)
+
+
+@cache
+def _runner() -> Callable[..., Any]:
+    """Return `_run`, which dynamo does not trace. The first call imports dynamo."""
+    function: Callable[..., Any] = torch.compiler.disable(_run, reason=_NO_GRAPH)  # type: ignore[no-untyped-call]
+    return function
+
+
+def _run(tiled: TiledForward, *args: Any, **kwargs: Any) -> Any:
+    return tiled.run(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""Compute the feed-forwards of blocks in tiles of tokens."""
