@@ -49,9 +49,9 @@ def apply_context_parallel(
 ) -> None:
     """Make `module` context-parallel: its forward takes and returns whole tensors on every rank.
 
-    The model may be compiled before or after, as a whole or block by block. Processors, blocks and adapters may be
-    changed later: each forward checks whether the model has changed since the plan was installed. If it has, the plan
-    is installed again, or PlanError is raised.
+    The model may be compiled before or after, as a whole or block by block. Processors, adapters, forwards and wrappers
+    may be changed later: each forward follows them. If modules that the plan names were exchanged or removed, or have
+    another class, it raises PlanError, which says what has changed: apply the plan again.
 
     Args:
         module: any module; diffusers' transformers of `lightning_cp.plans.REGISTERED` need no plan.

@@ -22,7 +22,6 @@ from lightning_cp.engine.forwards import ForwardWrapper, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import install, strip
 from lightning_cp.engine.rules.compiling import compile_rules
-from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
@@ -35,8 +34,8 @@ _INSTALLED = "_lightning_cp"
 class Installed(ForwardWrapper):
     """A plan installed on a model. Runs the model's forward, and checks before it whether the model has changed.
 
-    If modules were replaced, added or removed, or have another attention processor, class, forward or an adapter, the
-    plan is installed again, if it still fits. Wrappers of `forward` by diffusers and accelerate are not such changes.
+    If the model has changed, the plan is installed again. If modules that it names are others, were removed or have
+    another class, it must be applied again: PlanError says which.
 
     Attributes:
         module: the model.
@@ -57,9 +56,9 @@ class Installed(ForwardWrapper):
         self.signature = inspect.signature(type(module).forward)
         self._scopes = Scopes(session, module)
         self._touched: list[nn.Module] = []
-        self._attending: list[nn.Module] = []
         self._hook: ModelHook | None = None
-        self._structure: Structure | None = None
+        self._structure: Structure | None = None  # None: the plan must be installed again
+        self._first: Structure | None = None
         self._traced_forward: Function | None = None
 
     def install(self) -> None:
@@ -154,15 +153,16 @@ class Installed(ForwardWrapper):
         )
         self.session.unchecked = {False, True}
         self._touched = list(self.module.modules())
-        self._attending = [submodule(self.module, path) for path in self.rules.attention]
         self._structure = Structure(self.module, self.rules)
+        self._first = self._first or self._structure
+        self._structure.check_planned(self._first)
 
     def _reinstall(self) -> None:
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
         if torch.compiler.is_compiling():  # unless fullgraph=True, dynamo then runs this forward eagerly
             raise PlanError(
-                f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
-                "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`) to see why"
+                f"{type(self.module).__name__} was changed after apply_context_parallel: apply the plan again. To see "
+                "what has changed, call it once without torch.compile (`torch.compiler.set_stance('force_eager')`)"
             )
         if self._structure is not None and not self._structure.has_functions():
             self._forget_compiled()
@@ -187,17 +187,12 @@ class Installed(ForwardWrapper):
 
     def _reinstall_eagerly(self) -> None:
         self.caches.follow()
-        try:
-            structure = Structure(self.module, self.rules)
-        except PlanError:  # planned modules are missing
-            structure = None
-        if structure is not None and self._structure is not None and structure.has_parts_of(self._structure):
-            self._structure = structure  # only wrappers changed
-            return
         self._structure = None
         strip([*self.module.modules(), *self._touched])
         try:
-            self._adapt()
+            self.rules = self.session.rules = compile_rules(self.module, self._plan)
+            self.signature = inspect.signature(type(self.module).forward)
+            self.session.backends = backends_of(self.module)
             self._install_rules()
         except BaseException as error:
             strip(self.module.modules())
@@ -205,25 +200,9 @@ class Installed(ForwardWrapper):
             if not isinstance(error, PlanError):
                 raise
             raise PlanError(
-                f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
-                f"{error}. Undo the change, or call remove_context_parallel and apply a plan that fits"
+                f"{type(self.module).__name__} was changed after apply_context_parallel: {error}. Apply the plan again "
+                "(remove_context_parallel, then apply_context_parallel), or undo the change"
             ) from error
-
-    def _adapt(self) -> None:
-        """Compile the plan for the changed model. Raises: PlanError: attention can no longer be intercepted."""
-        self.rules = self.session.rules = compile_rules(self.module, self._plan)
-        self.signature = inspect.signature(type(self.module).forward)
-        self.session.backends = backends_of(self.module)
-        attending = {submodule(self.module, path) for path in self.rules.attention}
-        lost = set(self._attending) - attending
-        for path, inner in self.module.named_modules():
-            if inner in lost:
-                raise PlanError(
-                    f"{path} ({type(inner).__name__}) attended, but its new forward, class or processor makes no "
-                    "attention call that could be intercepted: call diffusers' dispatch_attention_fn or "
-                    "F.scaled_dot_product_attention in it, or in functions and methods that it calls. To remove its "
-                    "attention, replace the whole module"
-                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
         """Copy the plan for a deep copy of the model. The first forward of the copy installs it."""

@@ -243,7 +243,7 @@ def _with_reentrant_checkpoint(model: Any) -> None:
 
 _CHANGES: tuple[tuple[Callable[[Any], None], bool], ...] = (  # by a user; True: after the plan is installed
     *((_with_hook_before, False), (_with_hook_of_input, False), (_with_hook_of_input, True)),
-    *((_with_subclass, False), (_with_subclass, True), (_with_forward, False), (_with_forward, True)),
+    *((_with_subclass, False), (_with_forward, False), (_with_forward, True)),
     *((_with_two_calls, False), (_with_padding, True)),
     *((_with_reentrant_checkpoint, False), (_with_reentrant_checkpoint, True)),
 )

@@ -295,11 +295,9 @@ FOLLOWED: dict[str, Callable[[Any], None]] = {
     "add_module": lambda block: block.net.add_module("2", Attending()),
     "dict of children": _children,
     "deleted": _deleted,
-    "attention exchanged": _identity,
     "parametrization": _parametrization,
     "class": _class,
     "class of a leaf": _class_of_leaf,
-    "class of attention": _class_of_attention,
     "forward of an instance": _instance,
     "forward of a leaf": _instance_of_leaf,
     "forward of an attention": _instance_of_attention,
@@ -356,6 +354,8 @@ def _multihead(block: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "forward that attends nowhere": (_hidden, r"blocks\.0 \(Block\) makes no attention call"),
     "one attention of several": (_beside_another, r"blocks\.1\.attn\.forward was replaced"),
-    "class of one attention of several": (_silent_class, r"blocks\.1\.attn \(Silent\) attended"),
+    "class of one attention of several": (_silent_class, r"blocks\.1\.attn is gone, or no longer attends"),
+    "class of attention": (_class_of_attention, r"blocks\.1\.attn has another class\. Apply the plan again"),
+    "attention exchanged": (_identity, r"blocks\.1\.attn is gone, or no longer attends"),
     "attention of PyTorch": (_multihead, "nn.MultiheadAttention"),
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.errors import PeerMismatchError
+from lightning_cp.errors import PeerMismatchError, PlanError
 from tests.dist.attention.test_counting import counted
 from tests.dist.compare import averaged, nothing_narrowed, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -208,13 +208,34 @@ def _changed(rank: int, world: int, name: str, change: str) -> list[Errors]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("change", ["first processor", "exchanged", "dropped"])
-@pytest.mark.parametrize("name", ["wan", "sd3", "motif_video"])
-def test_parts_exchanged_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"), [*((x, "first processor") for x in ("wan", "sd3", "motif_video")), ("wan", "appended")]
+)
+def test_changes_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
     for results in run_ranks(2, _changed, name, change, timeout_s=300):
         for output, gradient in results:
             assert output < _OUTPUT
             assert gradient < _GRADIENT
+
+
+def _rebuilt(rank: int, world: int, change: str) -> str:
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compiled(**arguments)
+        change_model(model, change, donor_of("wan"))
+        with pytest.raises(PlanError) as caught:
+            compiled(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["exchanged", "dropped"])
+def test_a_compiled_model_rebuilt_by_hand_needs_its_plan_again(run_ranks: RankPool, change: str) -> None:
+    for message in run_ranks(2, _rebuilt, change, timeout_s=300):
+        assert "Apply the plan again" in message
 
 
 def _full_graph(rank: int, world: int) -> list[float]:
@@ -249,7 +270,7 @@ def _unfit(rank: int, world: int) -> str:
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     compiled = _compiled(model, "function")
     model.blocks[0].attn1.processor = _Idle()
-    with torch.no_grad(), pytest.raises(Exception, match="its plan no longer fits") as caught:
+    with torch.no_grad(), pytest.raises(Exception, match="changed after apply_context_parallel") as caught:
         compiled(**arguments)
     return str(caught.value)
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.engine.structure import Structure
 from lightning_cp.plans import Plan, split
 
@@ -37,7 +36,6 @@ def test_a_block_appended_to_an_empty_list_is_noticed() -> None:
     model(torch.zeros(1, 4, 8))
     structure = model.__dict__["_lightning_cp"]._structure
     assert isinstance(structure, Structure)
-    assert isinstance(model.__dict__["_lightning_cp"].rules, Rules)
     assert structure.is_unchanged_eagerly()
     model.single_blocks.append(Block())
     assert not structure.is_unchanged_eagerly()
