@@ -5,6 +5,7 @@ Tests count their calls. gloo transfers host memory only, so buffers on other de
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -184,19 +185,11 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
     return answers
 
 
-def all_gather_floats(values: Tensor, *, group: dist.ProcessGroup) -> list[list[float]]:
-    """All-gather a few float64 numbers [n], in rank order. Synchronises the host once, also for numbers on a GPU.
-
-    Ranks: all of `group`.
-    """
-    return _all_gather_scalars(_host(values, group), group)
-
-
-def _all_gather_scalars(local: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
-    by_rank = local.new_empty(dist.get_world_size(group) * len(local))
-    all_gather_tensor(by_rank, local, group=group)
-    values: list[list[Any]] = by_rank.view(-1, len(local)).tolist()
-    return values
+def all_gather_floats(values: Sequence[float], *, group: dist.ProcessGroup) -> list[tuple[float, ...]]:
+    """All-gather a short list of float64 numbers, bit for bit, in rank order; see `all_gather_ints`."""
+    floats, ints = f"{len(values)}d", f"{len(values)}q"
+    by_rank = all_gather_ints(list(struct.unpack(ints, struct.pack(floats, *values))), group=group)
+    return [struct.unpack(floats, struct.pack(ints, *bits)) for bits in by_rank]
 
 
 def _goes_through_host(buffer: Tensor, group: dist.ProcessGroup) -> bool:

@@ -81,7 +81,7 @@ class ModelHook(EngineHook):
             for output_hook in self.outputs:
                 output = output_hook.after(module, args, output)
             self.after(module)
-            session.note_success()
+            session.succeeded = True
             return output
         except (RuntimeError, ValueError, IndexError) as error:
             self._explain(error)

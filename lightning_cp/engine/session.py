@@ -251,10 +251,6 @@ class Session:
         finally:
             self.batch_groups = before
 
-    def note_success(self) -> None:
-        """Note that a forward has succeeded, so the plan fits."""
-        self.succeeded = True
-
     def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
         """Compute the following forwards with other degrees, over the same ranks.
 

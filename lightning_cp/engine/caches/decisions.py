@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.transfer import all_gather_floats, all_gather_ints
+from lightning_cp.comm.transfer import all_gather_floats
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.engine.caches.watched import WatchedHook
 from lightning_cp.engine.session import Session
@@ -23,12 +22,9 @@ def sums_over_ranks(session: Session, *values: Tensor) -> list[float]:
 
     Ranks: all of `session.batch_group`. Synchronises the host.
     """
-    local = torch.stack([x.double() for x in values])
-    group = session.batch_group
-    if group is None:
-        sums: list[float] = local.tolist()
-        return sums
-    return [sum(column) for column in zip(*all_gather_floats(local, group=group), strict=True)]
+    local, group = torch.stack([x.double() for x in values]).tolist(), session.batch_group
+    by_rank = [local] if group is None else all_gather_floats(local, group=group)
+    return [sum(column) for column in zip(*by_rank, strict=True)]
 
 
 def ratio(numerator: float, denominator: float) -> float:
@@ -114,12 +110,9 @@ def _sea_gate(watched: WatchedHook) -> Undo:
         group = watched.session.batch_group
         if group is None:
             return should_compute
-        # The distance is sent as the bits of an int64, so that all ranks get exactly the same number.
-        (distance,) = struct.unpack("q", struct.pack("d", state.accumulated_distance))
-        votes = all_gather_ints([int(should_compute), distance], group=group)
+        votes = all_gather_floats([should_compute, state.accumulated_distance], group=group)
         computes = any(vote for vote, _ in votes)
-        (first,) = struct.unpack("d", struct.pack("q", votes[0][1]))
-        state.gate_should_compute, state.accumulated_distance = computes, 0.0 if computes else first
+        state.gate_should_compute, state.accumulated_distance = computes, 0.0 if computes else votes[0][1]
         return computes
 
     return set_attribute(shared, "resolve_gate", uncompiled(resolve))

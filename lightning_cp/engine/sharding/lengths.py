@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.transfer import all_gather_floats, all_gather_ints
 from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
@@ -66,14 +65,9 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
             "of the keys distinguish the calls: do not compile this block, or make each call in a separate module"
         )
     sums = [x for tensor in contents for x in norm_and_projections(tensor, 1)]
-    by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)
-    first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in by_rank)
-    norms = [first[1][i // 2 * 2] for i in range(len(sums))]
-    largest = [_TOLERANCE * norm for norm in norms]
-    return all(
-        n == first[0] and all(abs(a - b) <= limit for a, b, limit in zip(first[1], other, largest, strict=True))
-        for n, other in others
-    )
+    first, *others = all_gather_floats([keys, *sums], group=group)
+    limits = [0.0, *(_TOLERANCE * first[1 + i // 2 * 2] for i in range(len(sums)))]  # relative to the norms
+    return all(abs(a - b) <= limit for x in others for a, b, limit in zip(first, x, limits, strict=True))
 
 
 def possible_sizes(call: Call) -> list[list[int]]:

@@ -113,7 +113,7 @@ class BlockStage:
                     return result
                 raise self._skipped()
         except _StageDone:
-            self.installed.session.note_success()  # on this stage
+            self.installed.session.succeeded = True  # on this stage
             return None
         except Exception as error:
             self.error = error
