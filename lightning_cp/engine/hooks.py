@@ -15,7 +15,7 @@ from lightning_cp.comm.lost_connections import is_failed_exchange
 from lightning_cp.comm.stats import STATS
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.compat.torch_names import is_exporting
-from lightning_cp.engine.attention.missed_calls import MissedCalls
+from lightning_cp.engine.attention.outside_blocks import MissedCalls
 from lightning_cp.engine.attention.replay import Replay
 from lightning_cp.engine.attention.scope import SCOPE, Scope
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
 from lightning_cp.attention.sparse.handles import is_block_mask
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.engine.attention.block_masks import handle_across
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
-from lightning_cp.engine.attention.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.attention.planned_sizes import PlannedSizes
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.attention.scope import without_scope
@@ -22,6 +24,7 @@ from lightning_cp.engine.attention.segments import after_kept_keys, attend_by_se
 from lightning_cp.engine.attention.stand_ins import DISPATCH, ORIGINALS, SDPA
 from lightning_cp.engine.sharding.lengths import Sizes
 from lightning_cp.errors import InterceptionError
+from lightning_cp.mesh.groups import MeshGroups
 
 
 @dataclass(eq=False)
@@ -242,3 +245,23 @@ class AttentionDispatcher(PlannedSizes):
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
         check_recomputation(self.session.current())
+
+
+def token_mask(mask: Tensor) -> Tensor:
+    """Return the mask of the tokens [..., s] from its outer product [..., s, s]: the diagonal holds the squares."""
+    squares = mask.diagonal(dim1=-2, dim2=-1)
+    return squares.sqrt() if squares.is_floating_point() else squares
+
+
+def gather_token_mask(mask: Tensor, lengths: Sequence[int], groups: MeshGroups) -> Tensor:
+    """All-gather the mask of the tokens [..., s_local], in rank order.
+
+    Args: lengths: number of tokens on each rank. Ranks: all of the context group.
+    """
+    values = mask if mask.is_floating_point() else mask.to(torch.uint8)
+    return gather_shards(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
+
+
+def outer_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the outer product [..., q, k] of the masks of queries and keys."""
+    return queries.unsqueeze(-1) * keys.unsqueeze(-2)

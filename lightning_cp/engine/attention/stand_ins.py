@@ -4,7 +4,7 @@ gradients.
 They are installed while a parallel model exists. Each calls the original function unless a scope is set (`scope`), so
 other models and plain functions are not changed. Nothing else is replaced: any code that runs inside a planned module
 is followed, in helper objects, partials and decorators too. Compiled code is also followed where it holds an original
-function from before (in a closure or as a default argument, for example); eager code is checked (`missed_calls`).
+function from before (in a closure or as a default argument, for example); eager code is checked (`MissedCalls`).
 """
 
 from __future__ import annotations
