@@ -3,15 +3,15 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
 from lightning_cp.launch.cause import lost_connection
-from lightning_cp.launch.job import Job, Launcher, Result
+from lightning_cp.launch.job import FailureKind, Job, Launcher, Result
 from lightning_cp.launch.lifeline import end_with_parent
-from lightning_cp.launch.rank import failure_of, run_target
+from lightning_cp.launch.rank import failure_of, run_target, write_traceback
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class ExternalLauncher(Launcher):
             if port is not None:
                 _ports.append(port)
         except Exception as error:
-            return Result(lost_connection(failure_of(error, self.env.rank)))
+            failure = lost_connection(failure_of(error, self.env.rank))
+            if failure.kind is FailureKind.RAISED and not is_first(self.env):  # often, all ranks raise the same error
+                with suppress(OSError, ValueError):  # if it cannot be written, it is printed
+                    failure = replace(failure, traceback=f"Its traceback: {write_traceback(failure, job.log_dir)}")
+            return Result(failure)
         return Result()
 
 

@@ -152,16 +152,19 @@ def _report_and_exit(failure: Failure, log_dir: Path) -> NoReturn:
     """Report a failure and end this process without waiting for other ranks, which may be waiting for this rank."""
     try:
         channel.send({"kind": "failure", "failure": failure.to_fields()})
-        log = log_dir / f"rank_{failure.rank}.traceback.txt"
-        for write in (
-            lambda: new_file(log).write_text(failure.traceback, encoding="utf-8"),
-            sys.stdout.flush,
-            sys.stderr.flush,
-        ):
+        for write in (lambda: write_traceback(failure, log_dir), sys.stdout.flush, sys.stderr.flush):
             with suppress(OSError, ValueError):  # the disk is full, or the stream was closed
                 write()
     finally:
         os._exit(failure.exit_code)
+
+
+def write_traceback(failure: Failure, log_dir: Path) -> Path:
+    """Write the traceback of a failure to a file in `log_dir`. Returns: its path."""
+    log = log_dir / f"rank_{failure.rank}.traceback.txt"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    new_file(log).write_text(failure.traceback, encoding="utf-8")
+    return log
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -68,6 +68,22 @@ def test_a_lost_connection_under_a_launcher_is_one_sentence(tmp_path: Path) -> N
     assert "gloo" not in failure.describe()
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_under_a_launcher_only_rank_0_prints_the_traceback(rank: int, tmp_path: Path) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("on all ranks")
+
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    with mock.patch("lightning_cp.launch.rank.load_target", return_value=fails):
+        launcher = ExternalLauncher(LauncherEnv("torchrun", rank, 3, 3))
+        failure = launcher.launch(Job("", tmp_path / "config.yaml", 3, tmp_path / "logs")).failure
+    assert failure is not None
+    shown, log = failure.describe(), tmp_path / "logs" / "rank_2.traceback.txt"
+    assert shown.startswith(f"RuntimeError: on all ranks (rank {rank})")
+    assert ("Traceback (most" in shown) == (rank == 0)
+    assert rank == 0 or (str(log) in shown and "Traceback (most" in log.read_text())
+
+
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
