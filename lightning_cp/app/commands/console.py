@@ -45,7 +45,7 @@ def main() -> int | None:
     if name in ("-V", "--version"):
         print(f"lightning-cp {version('lightning-cp')}")
         return 0
-    close = get_close_matches(name, COMMANDS, 1)
+    close = get_close_matches(name, [*COMMANDS, "--help", "--version"], 1)
     meant = f"did you mean {close[0]}? All are" if close else "use one of"
     print(f"error: {name!r} is no command of lightning-cp: {meant} {', '.join(COMMANDS)}", file=sys.stderr)
     return 2

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -14,11 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs.run_folder import refuse
-from lightning_cp.app.settings.known import KnownSettings
+from lightning_cp.app.settings.known import HYDRA_FLAGS, KnownSettings
 from lightning_cp.compat.packages import missing_package
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises its errors; otherwise it prints them, with its advice
 _NOT_A_KEY = re.compile(r"Could not override '([^'@]+)'\.(?:\s+No match in the defaults list\.)?\s+To append")
+
+_NOT_AN_OPTION = re.compile(r"Could not find '([^'/]+)/([^'/]+)'\s+Available options in")
 
 
 def conf_dir(part: str = "") -> str:
@@ -48,10 +51,11 @@ def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]]
         def checked(config: DictConfig) -> Any:
             os.environ.pop(_FULL_ERROR, None) if adds else None  # errors of the job itself are Hydra's to print
             known = KnownSettings(_files(part), name, HydraConfig.get().runtime.choices)
-            for key in known.unknown(OmegaConf.to_container(config)):  # type: ignore[arg-type]
+            settings: Any = OmegaConf.to_container(config)
+            for key in known.unknown(settings):
                 refuse(known.error(key, shown))
             try:
-                return run(config)
+                return run(OmegaConf.create(with_home(settings), flags={"struct": True}))
             except Exception as error:
                 if (message := missing_package(error, shown)) is None:
                     raise
@@ -61,6 +65,10 @@ def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]]
         entry = hydra.main(version_base="1.3", config_path=conf_dir(part), config_name=name)(checked)
 
         def main() -> Any:
+            for argument in sys.argv[1:]:
+                flag = argument.removeprefix("--").partition("=")[0]
+                if argument.startswith("--") and not any(one.startswith(flag) for one in HYDRA_FLAGS):
+                    refuse(KnownSettings(_files(part), name, {}).dashes_error(argument, shown))
             if adds:
                 os.environ[_FULL_ERROR] = "1"
             try:
@@ -78,6 +86,15 @@ def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]]
     return decorate
 
 
+def with_home(value: Any) -> Any:
+    """Return settings with the home folder for each `~` that begins a path: shells do not replace it after `=`."""
+    if isinstance(value, dict):
+        return {key: with_home(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [with_home(x) for x in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 def _files(part: str) -> Path:
     """Return the folder of a command's configuration files."""
     path = conf_dir(part)
@@ -90,5 +107,7 @@ def _refuse(error: Exception, known: KnownSettings, shown: str) -> NoReturn:
     """Print Hydra's error in our form and exit; for an unknown setting, without its advice to add it."""
     if (found := _NOT_A_KEY.search(str(error))) is not None:
         refuse(known.error(found[1], shown))
+    if (found := _NOT_AN_OPTION.search(str(error))) is not None:
+        refuse(known.option_error(found[1], found[2]))
     cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     refuse(f"{error}{cause}")

@@ -51,14 +51,14 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     for setting in _SETTINGS:
         setting.check(config)
     _check_sizes(config)
-    folders, output = data_folders(config), _path(config, "output")
+    folders, output = data_folders(config), Path(str(read(config, "output"))).absolute()
     _check_output([Path(folder["path"]) for folder in folders], output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
     machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
     world = resolve_world(OmegaConf.create({**degrees, **machine_settings, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
-    if (source := Path(str(read(config, "model.pretrained"))).expanduser()).is_dir():
+    if (source := Path(str(read(config, "model.pretrained")))).is_dir():
         settled["model"] = {"pretrained": str(source.absolute())}
     else:
         check_pretrained(config)
@@ -82,10 +82,6 @@ def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> i
         raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
     ranks: int | str = devices
     return ranks
-
-
-def _path(config: DictConfig, key: str) -> Path:
-    return Path(str(read(config, key))).expanduser().absolute()
 
 
 def _check_output(paths: Sequence[Path], output: Path) -> None:

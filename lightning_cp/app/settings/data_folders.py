@@ -92,7 +92,7 @@ def _checked(folder: Any, key: str) -> dict[str, Any]:
         if not _FIELDS[name].passes(value):
             shown = where if name == "path" else f"{key}.{name}"
             raise SettingsError(f"{shown}={show(value)} is not valid: must be {_FIELDS[name].describe()}")
-    path = Path(folder["path"]).expanduser().absolute()
+    path = Path(folder["path"]).absolute()
     if not path.exists() and not any(path.parent.glob(path.name)):
         raise SettingsError(f"{where}={path} does not exist: it must be {_EXPECTED}")
     if not path.is_dir() and path.suffix.lower() not in _FILES:

@@ -3,8 +3,8 @@
 Imports neither torch nor diffusers.
 """
 
-from collections.abc import Iterator, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from lightning_cp.app.settings.table import SettingsError
 EXTRA = "extra"  # key for values of the user's own
 _NAMED_BY_USERS = ("models", "validation.models")  # their keys are names that a user can add to
 _GLOBAL = "# @package _global_"
+HYDRA_FLAGS = (
+    *("help", "version", "cfg", "resolve", "package", "run", "multirun", "info", "hydra-help", "shell-completion"),
+    *("config-path", "config-name", "config-dir", "experimental-rerun"),
+)
 _LIKE = 0.7  # a name that is at least this similar may be meant
 
 Tree = dict[str, Any]
@@ -48,20 +52,38 @@ class KnownSettings:
 
     def error(self, key: str, command: str) -> SettingsError:
         """Return the error for an unknown setting: it names those that are most similar, and where own values go."""
-        owners = dict.fromkeys(_keys(self._primary), "") | dict.fromkeys(self._groups, "")
-        for path, group in self._options.items():
-            if group != "experiment":
-                owners = dict.fromkeys(_keys(_read(path, group)), f"{group}={path.stem}") | owners
-        if key in owners:
+        owners = self._owners()
+        if owners.get(key):
             return SettingsError(f"{key} is not a setting of {command} with these groups: it belongs to {owners[key]}")
-        likeness = {name: _likeness(key, name) for name in owners}
-        least = max(_LIKE, max(likeness.values()) - 0.15)
-        best = sorted((name for name in likeness if likeness[name] >= least), key=lambda x: (-likeness[x], x))[:3]
+        best = _closest(key, owners.keys() - {key})
         meant = f"did you mean {' or '.join(best)}?" if best else f"`{command} --help` lists the settings."
         return SettingsError(
             f"{key} is not a setting of {command}: {meant} Values of your own go under {EXTRA}: "
             f"+{EXTRA}.{key.split('.')[-1]}=…"
         )
+
+    def option_error(self, group: str, option: str) -> SettingsError:
+        """Return the error for an option that a group does not have: it names the closest one, and all."""
+        options = sorted(path.stem for path, name in self._options.items() if name == group)
+        close = _closest(option, options)
+        meant = f"did you mean {close[0]}? All are" if close else "use one of"
+        return SettingsError(f"{group}={option} is no option of {group}: {meant} {', '.join(options)}")
+
+    def dashes_error(self, argument: str, command: str) -> SettingsError:
+        """Return the error for an argument with two dashes that neither Hydra nor a command takes."""
+        name, _, value = argument.removeprefix("--").partition("=")
+        flags = [] if value else get_close_matches(name, HYDRA_FLAGS, 1)
+        meant = [f"--{x}" for x in flags] or [f"{x}={value or '…'}" for x in _closest(name, self._owners())[:1]]
+        advice = f"did you mean {meant[0]}?" if meant else f"`{command} --help` lists the settings."
+        return SettingsError(f"{argument} is no option of {command}, which has settings without dashes: {advice}")
+
+    def _owners(self) -> dict[str, str]:
+        """Return all settings, each with the option that it belongs to, such as optim=muon; "" without one."""
+        owners = dict.fromkeys(_keys(self._primary), "") | dict.fromkeys(self._groups, "")
+        for path, group in self._options.items():
+            if group != "experiment":
+                owners = dict.fromkeys(_keys(_read(path, group)), f"{group}={path.stem}") | owners
+        return owners
 
 
 def _is_option(path: Path) -> bool:
@@ -112,6 +134,13 @@ def _keys(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _keys(value, f"{prefix}{key}.")
+
+
+def _closest(key: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that are most similar to a key; none if no name is similar."""
+    likeness = {name: _likeness(key, name) for name in names}
+    least = max(_LIKE, max(likeness.values()) - 0.15)
+    return sorted((name for name in likeness if likeness[name] >= least), key=lambda x: (-likeness[x], x))[:3]
 
 
 def _likeness(key: str, name: str) -> float:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.command import conf_dir
+from lightning_cp.app.runs.command import conf_dir, with_home
 from lightning_cp.app.settings.components import check_transformers
 from lightning_cp.app.settings.known import KnownSettings
 from lightning_cp.app.settings.table import SettingsError
@@ -87,12 +87,19 @@ def test_the_users_own_groups_may_add_settings(tmp_path: Path) -> None:
     assert "data.validaton is not a setting of train: did you mean data.validation" in error
 
 
+def test_a_home_folder_is_found_in_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/me")
+    given = {"a": "~/x", "b": [{"path": "~/y"}], "c": "???", "e": "~z", "f": 1}
+    assert with_home(given) == {"a": "/me/x", "b": [{"path": "/me/y"}], "c": "???", "e": "~z", "f": 1}
+
+
 SCRIPT = """
 import sys
 from lightning_cp.app.commands import console
 for name, setting in [("train", "rin=2"), ("train", "+rin=2"), ("train", "optin=adamw"), ("sample", "+rin=2"),
         ("precompute", "otput=x"), ("plan", "+modle=x"), ("check", "+modle=x"), ("check-family", "pretrainde=x"),
-        ("bench", "+bnch=x")]:
+        ("bench", "+bnch=x"), ("train", "strategy=cpp"), ("train", "--rin=2"), ("sample", "--ring=2"),
+        ("train", "--versoin"), ("sample", "data=x")]:
     sys.argv = ["lightning-cp", name, setting, "hydra.run.dir=runs"]
     try:
         console.main()
@@ -107,9 +114,22 @@ def test_every_command_refuses_unknown_settings_without_the_advice_to_add_them(t
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stderr.splitlines()
-    assert len(lines) == 9
-    for line, meant in zip(lines, ["ring", "ring", "optim", "ring", "output", "model", "model", "pretrained", "bench"]):
-        assert f"did you mean {meant}" in line
+    meant = [
+        "ring",
+        "ring",
+        "optim",
+        "ring",
+        "output",
+        "model",
+        "model",
+        "pretrained",
+        "bench",
+        "cp",
+        "ring=2",
+        "ring=2?",
+    ]
+    for line, name in zip(lines, [*meant, "--version", ""], strict=True):
+        assert not name or f"did you mean {name}" in line
         assert "To append" not in line
 
 
