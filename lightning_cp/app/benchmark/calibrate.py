@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 from lightning_cp.app.benchmark.measure import low_quartile, max_over_ranks, synchronize
 from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.comm.transfer import all_gather_tensor
 from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
@@ -37,7 +38,8 @@ def calibrate(config: DictConfig) -> None:
     dist.init_process_group("nccl" if is_gpu else "gloo")
     device = measured_device(torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu"))
     if dist.get_rank() == 0:
-        OmegaConf.save(as_figures(device), Path(config.result))
+        with atomic_file(Path(config.result)) as scratch:
+            OmegaConf.save(as_figures(device), scratch)
     dist.destroy_process_group()
 
 

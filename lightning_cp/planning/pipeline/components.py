@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cp.files import read_json
 from lightning_cp.pipeline_folder.index import read_index
 from lightning_cp.pipelines.placement.sharding import is_vae
+from lightning_cp.planning.dry_run import is_ours
 from lightning_cp.planning.models import MediaSize
 from lightning_cp.plans import registered_plan
 
@@ -87,6 +88,8 @@ def make_pipeline(kind: str | None, entries: Mapping[str, tuple[str, Mapping[str
         try:
             module = _build(class_name, config)
         except Exception as error:  # of code that is not ours
+            if is_ours(error) and not isinstance(error, ValueError):
+                raise
             uncounted.append(f"{name} ({class_name}): {' '.join(str(error).split())[:200]}")
             continue
         if module is not None:
@@ -143,7 +146,9 @@ def compression_of(entries: Mapping[str, tuple[str, Mapping[str, Any]]]) -> tupl
         return None
     try:
         module = _build(*entries["vae"])
-    except Exception:  # of code that is not ours; `make_pipeline` reports it
+    except Exception as error:  # of code that is not ours; `make_pipeline` reports it
+        if is_ours(error) and not isinstance(error, ValueError):
+            raise
         return None
     return compression(module) if is_vae(module) else None
 
