@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
+from lightning_cp.app.settings.components import check_heads, read_file
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.app.settings.formats import check_format
@@ -126,6 +127,8 @@ def _check_pipeline(config: DictConfig) -> None:
         )
     index = _pipeline_index(config.pipeline)
     _check_prompts(config.prompts, _class_name(index))
+    for file in Path(config.pipeline).glob("transformer*/config.json"):
+        check_heads(read_file(file, "source"), file.parent, config.ulysses)
     config.transformer = find_models(config, index)
     if config.patches == 1 and config.warmup > 1:
         raise SettingsError(f"warmup={config.warmup} has no meaning with patches=1, which is exact: leave it out")

@@ -88,6 +88,14 @@ def check_transformers(config: DictConfig) -> None:
         )
 
 
+def check_heads(settings: Mapping[str, Any], folder: Path, ulysses: int) -> None:
+    """Raise SettingsError if `ulysses` is above the heads that a transformer's configuration names."""
+    names = "num_attention_heads", "num_heads", "n_heads"  # in diffusers
+    heads = next((x for name in names if isinstance(x := settings.get(name), int)), ulysses)
+    if ulysses > heads:
+        raise SettingsError(f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {folder}")
+
+
 def _check_experiment(source: Path, pipeline: object) -> None:
     """Check that a chosen experiment of ours is one for the class of the pipeline."""
     chosen = HydraConfig.get().runtime.choices.get("experiment") if HydraConfig.initialized() else None
@@ -113,11 +121,7 @@ def _check_component(config: DictConfig, source: Path, component: str, models: M
         base = read_file(source / "transformer" / "config.json", "model.pretrained")
         if error := controlnet_error(str(models[component][-1]), settings, base):
             raise SettingsError(f"model.pretrained={source}: {error}")
-    heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
-    if isinstance(heads, int) and ulysses > heads:
-        raise SettingsError(
-            f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {source / component}"
-        )
+    check_heads(settings, source / component, read(config, "ulysses"))
     if "quantization_config" in settings:
         check_quantised(config, f"{source / component} has quantised weights")
         check_whole(config, f"{source / component} has quantised weights")

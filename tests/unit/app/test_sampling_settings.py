@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "pytorch_lora_weights.safetensors").touch()
     for name, kind in (("transformer", "WanTransformer3DModel"), ("transformer_2", "FluxTransformer2DModel")):
         (folder / "wan" / name).mkdir()
-        (folder / "wan" / name / "config.json").write_text(json.dumps({"_class_name": kind}))
+        (folder / "wan" / name / "config.json").write_text(json.dumps({"_class_name": kind, "n_heads": 4}))
     return folder
 
 
@@ -215,6 +215,10 @@ def test_trained_models_are_folders_by_component(root: Path) -> None:
         (
             ["source=ROOT/wan", "prompts=[1,2]"],
             r"prompts=\[1, 2\] is not valid: prompts of WanPipeline must be texts \(a number",
+        ),
+        (
+            ["source=ROOT/wan", "prompts=a", "strategy=cp", "ulysses=5"],
+            "ulysses=5 .* at most 4, the attention heads of",
         ),
         (["source=ROOT/wan", "prompts=3"], "prompts of WanPipeline must be texts"),
         (["source=ROOT/dit", "prompts=[1,a cat]"], "prompts of DiTPipeline must be classes, whole numbers"),
