@@ -26,7 +26,7 @@ from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora, check_lora
 from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
@@ -36,7 +36,7 @@ from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
-from lightning_cp.finetune.load import load_transformer, meta_transformer
+from lightning_cp.finetune.load import load_transformer, meta_transformer, meta_transformers
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
@@ -93,13 +93,17 @@ class FineTune(TrainingSetup):
 
     def _trained(self, component: str) -> nn.Module:
         """Load a model of which weights are trained: all, those that the family names, or those of adapters."""
-        config = self.config.model
+        config, lora = self.config.model, None
+        if self.config.lora is not None:
+            lora = LoraSettings(**{name: x for name, x in _plain(self.config.lora).items() if name != "lr_ratio"})
+            empty = {} if self.shards_weights else meta_transformers(config.pretrained, _DTYPES[config.dtype])
+            if component in empty:  # its errors come before the weights are loaded
+                check_lora(empty[component], lora, family=self.family, component=component)
         model = self._loaded(component, _DTYPES[config.dtype] if self.family.components.side is None else torch.float32)
         if config.quantize is not None:
             quantize_base(model, config.quantize)
-        if self.config.lora is not None:
-            settings = LoraSettings(**{name: x for name, x in _plain(self.config.lora).items() if name != "lr_ratio"})
-            add_lora(model, settings, family=self.family, component=component, seed=self.config.seed)
+        if lora is not None:
+            add_lora(model, lora, family=self.family, component=component, seed=self.config.seed)
         else:
             model.requires_grad_(True)
             freeze_base(model, self.family)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,37 @@ def add_lora(
     Returns: names of the adapted layers.
     Raises:
         ValueError: diffusers has no adapters for the transformer; a target that matches no layer; a file that does not
-            exist, does not fit the transformer, or contradicts `settings`; the transformer has adapters.
+            exist, does not fit the transformer, or contradicts `settings`; a rank above the width of a layer; the
+            transformer has adapters.
         ImportError: peft is not installed.
     """
     model: Any = transformer
-    _check_peft()
+    names, config, file = check_lora(model, settings, family=family, component=component)
+    if settings.dora and any(x.is_meta for x in model.parameters()):
+        raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
+        model.add_adapter(config, ADAPTER)
+    for name in names:
+        layer = model.get_submodule(name)
+        if settings.lokr is None:
+            set_matrices(layer, name, None if file is None else file.layers[name], seed)
+        else:
+            set_factors(layer, name, seed)
+    return names
+
+
+def check_lora(
+    transformer: nn.Module, settings: LoraSettings, *, family: Family | type[Family] | None, component: str
+) -> tuple[list[str], Any, LoraFile | None]:
+    """Check a LoRA without adding it, also on the meta device, before weights are loaded.
+
+    Returns: names of the layers, peft's config, and `settings.file`.
+    Args, Raises: see `add_lora`.
+    """
+    model: Any = transformer
+    if find_spec("peft") is None:
+        raise ImportError(needs("LoRA", "peft"))
     if not hasattr(model, "add_adapter"):
         raise ValueError(f"diffusers has no adapters for {type(model).__name__}: train all weights (lora=null)")
     if getattr(model, "peft_config", None):
@@ -125,18 +152,21 @@ def add_lora(
     rank = settings.rank or (_RANK if file is None else file.rank)
     alpha = _checked_alpha(settings, file, rank)
     ranks = ranks_of_layers(settings.ranks or {}, names, type(model).__name__)
-    if settings.dora and any(x.is_meta for x in model.parameters()):
-        raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
-    model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
-        model.add_adapter(_config(settings, names, rank, alpha, ranks), ADAPTER)
-    for name in names:
-        layer = model.get_submodule(name)
-        if settings.lokr is None:
-            set_matrices(layer, name, None if file is None else file.layers[name], seed)
-        else:
-            set_factors(layer, name, seed)
-    return names
+    for name in names if settings.lokr is None else ():
+        inputs, outputs = _sizes(model.get_submodule(name))
+        if ranks.get(name, settings.rank or 0) > max(math.prod(inputs), outputs):
+            raise ValueError(
+                f"lora.rank={ranks.get(name, rank)} (or lora.ranks) is above the width of {name}, which has "
+                f"{math.prod(inputs)} inputs and {outputs} outputs"
+            )
+    return names, _config(settings, names, rank, alpha, ranks), file
+
+
+def _sizes(layer: Any) -> tuple[tuple[int, ...], int]:
+    """Return the inputs of a layer, for convolutions with their kernel, and its outputs."""
+    if isinstance(layer, nn.Linear):
+        return (layer.in_features,), layer.out_features
+    return (layer.in_channels, *layer.kernel_size), layer.out_channels
 
 
 def _config(settings: LoraSettings, names: list[str], rank: int, alpha: float, ranks: dict[str, int]) -> Any:
@@ -174,14 +204,6 @@ def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _check_peft() -> None:
-    """Raise ImportError if peft is not installed."""
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        raise ImportError(needs("LoRA", "peft")) from None
-
-
 def _layers_to_adapt(
     model: nn.Module, settings: LoraSettings, family: Family | type[Family] | None, file: LoraFile | None
 ) -> list[str]:
@@ -214,11 +236,7 @@ def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> 
     for name, (a, b) in file.layers.items():
         if name not in layers:
             raise ValueError(f"lora.file={file.path} is of another model: {model} has no layer {name}")
-        layer: Any = layers[name]
-        if isinstance(layer, nn.Linear):
-            sizes = (layer.in_features,), layer.out_features
-        else:
-            sizes = (layer.in_channels, *layer.kernel_size), layer.out_channels
+        sizes = _sizes(layers[name])
         if (tuple(a.shape[1:]), b.shape[0]) != sizes or b.shape[1] != a.shape[0]:
             raise ValueError(
                 f"lora.file={file.path} is of another model: {name} has the shapes {list(a.shape)} and "

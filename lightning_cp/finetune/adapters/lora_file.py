@@ -93,7 +93,8 @@ def load_loras(pipe: Any, files: Sequence[str | Path], scales: Sequence[float]) 
         for name, file in zip(names, files, strict=True):
             _load_lora(pipe, Path(file), name)
     for component in pipe.components.values():
-        loaded = [(name, scale) for name, scale in zip(names, scales, strict=True) if name in _adapters(component)]
+        adapters = getattr(component, "peft_config", None) or {}
+        loaded = [(name, scale) for name, scale in zip(names, scales, strict=True) if name in adapters]
         if loaded:
             set_weights_and_activate_adapters(component, *map(list, zip(*loaded)))
             component.eval()  # diffusers adds layers in training mode, with the dropout of their training
@@ -121,13 +122,11 @@ def _load_lora(pipe: Any, file: Path, adapter: str) -> None:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{setting} is of another model: this {kind} cannot load it ({reason})") from error
     pairs = {re.sub(r"\.lora_[AB]\.weight$", f".lora_{x}.weight", name) for name in expected for x in "AB"}
-    if missing := sorted(pairs - expected.keys()):
-        raise ValueError(f"{setting} is incomplete: it has no {', '.join(missing[:3])}")
-    lost = _not_loaded(pipe, expected, adapter)
+    lost = [*_not_loaded(pipe, expected, adapter), *sorted(pairs - expected.keys())]
     if lost or not expected:
         raise ValueError(
-            f"{setting} is of another model: this {kind} has loaded {len(expected) - len(lost)} of its {len(expected)} "
-            f"weights, and not {', '.join(lost[:3])}. Expected an adapter of a pipeline of this kind"
+            f"{setting} is of another model, or incomplete: this {kind} has loaded {len(pairs) - len(lost)} of its "
+            f"{len(pairs)} weights, and not {', '.join(lost[:3])}. Expected an adapter of a pipeline of this kind"
         )
 
 
@@ -145,10 +144,10 @@ def _names_in_models(pipe: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         converted = pipe.lora_state_dict(dict(tensors))
         tensors = converted[0] if isinstance(converted, tuple) else converted
     text = {name: x for name, x in tensors.items() if name.startswith("text_encoder")}
-    others = {name: x for name, x in tensors.items() if name not in text}
+    others = convert_unet_state_dict_to_peft({name: x for name, x in tensors.items() if name not in text})
     if text and not any(".lora_A." in name for name in text):
         text = convert_state_dict_to_peft(text)
-    return {**scales, **convert_unet_state_dict_to_peft(others), **text}
+    return {**scales, **others, **text}
 
 
 def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list[str]:
@@ -163,11 +162,6 @@ def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list
         if (found := loaded.get(name.replace(".text_model.", "."))) is None
         or (not re.search(r"\.(lora|lokr)_", name) and not torch.equal(found, x.to(found)))
     ]
-
-
-def _adapters(component: Any) -> Mapping[str, Any]:
-    """Return the adapters of a component by name."""
-    return getattr(component, "peft_config", None) or {}
 
 
 def _read(setting: str, file: Path) -> tuple[dict[str, Tensor], Any]:

@@ -95,10 +95,7 @@ def load_media(
 def check_header(
     source: Source, buckets: Sequence[Bucket], *, fps: float | None = None, max_upscale: float = MAX_UPSCALE
 ) -> None:
-    """Check that a source is long and large enough, without decoding more than a frame. Args: see `load_media`.
-
-    Raises: MediaError: as `load_media`, which can also find damage behind the header.
-    """
+    """Check by its header that a source is long and large enough. Args, Raises: see `load_media`."""
     with failures_of(source.file):
         if source.is_video:
             info = probe(source.file)

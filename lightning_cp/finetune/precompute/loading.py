@@ -13,7 +13,6 @@ from lightning_cp.errors import MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.latent_cache import caption_hash
 from lightning_cp.finetune.media import LoadedMedia, Source, load_media
-from lightning_cp.finetune.media.load import check_header
 from lightning_cp.finetune.precompute.hashes import FileHashes, state_of
 from lightning_cp.finetune.precompute.ranks import EncodingRanks
 from lightning_cp.finetune.precompute.usable import Buckets, buckets_for
@@ -64,16 +63,6 @@ class Loader:
         size, crop = media.bucket, media.crop
         row |= {"frames": size.frames, "height": size.height, "width": size.width, "fps": media.fps}
         return media, {**row, "crop": (crop.top, crop.left, crop.height, crop.width)}
-
-    def header_error(self, source: Source) -> MediaError | None:
-        """Return why a source fits no bucket, as far as its header says; None if it fits, or is stored."""
-        try:
-            if source.id not in self.done:
-                buckets = buckets_for(source, self.buckets)
-                check_header(source, buckets, fps=self.fps, max_upscale=self.max_upscale)
-        except MediaError as error:
-            return MediaError(str(error))
-        return None
 
     def _row(self, source: Source) -> dict[str, Any]:
         """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""

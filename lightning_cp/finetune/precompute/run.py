@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.errors import CacheError, DataError
+from lightning_cp.errors import CacheError, DataError, MediaError
 from lightning_cp.files import writing, writing_new
 from lightning_cp.finetune.families import Family, family_for
 from lightning_cp.finetune.latent_cache import (
@@ -24,6 +24,7 @@ from lightning_cp.finetune.latent_cache import (
     prepare_cache,
 )
 from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
+from lightning_cp.finetune.media.load import check_header
 from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.finetune.precompute.data import find_data, has_masks, usable_data
@@ -35,7 +36,7 @@ from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, Buckets
+from lightning_cp.finetune.precompute.usable import SHEET, Buckets, buckets_for
 from lightning_cp.pipeline_folder.encoder_files import SETTING, describe_files
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
@@ -128,7 +129,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
     loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
-    masks, found = has_masks(found.sources), _without_unfit(run, pipe, found, loader)
+    masks, found = has_masks(found.sources), _without_unfit(run, pipe, found, buckets)
     captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
@@ -155,20 +156,22 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
     return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
 
 
-def _without_unfit(run: _Run, pipe: Any, found: Sources, loader: Loader) -> Sources:
+def _without_unfit(run: _Run, pipe: Any, found: Sources, buckets: Buckets) -> Sources:
     """Skip media that are too small or too short before their captions are encoded. Ranks: the whole world.
 
     Raises: MediaError: one is, with `on_bad=error`.
     """
     ranks, unfit = run.ranks, dict[str, Skipped]()
     with run.phase("headers", len(found.sources), pipe, ()) as (writer, report):
-        loader = replace(loader, done=writer.done_ids())
+        done, fps, max_upscale = writer.done_ids(), run.settings.fps, run.settings.max_upscale
         for source in found.sources[ranks.rank :: ranks.size]:
             ranks.check()
-            error = loader.header_error(source)
-            if error is not None and run.settings.on_bad == "error":
-                raise error
-            if error is not None:
+            try:
+                if source.id not in done:
+                    check_header(source, buckets_for(source, buckets), fps=fps, max_upscale=max_upscale)
+            except MediaError as error:
+                if run.settings.on_bad == "error":
+                    raise
                 unfit[source.id] = Skipped(source.file, str(error))
             report(1)
     all_unfit = {id: one for part in ranks.gather(unfit) for id, one in part.items()}
