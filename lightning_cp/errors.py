@@ -33,10 +33,6 @@ class CallCancelledError(CallFailedError):
     """A call of a parallel pipeline was cancelled, or its time limit has passed. The next call works."""
 
 
-class JobSecretError(RuntimeError):
-    """A rank, or a message of a rank, that does not know the secret of the job."""
-
-
 class InterceptionError(RuntimeError):
     """A block ran on a shard but its attention bypassed the engine: its result would be wrong."""
 

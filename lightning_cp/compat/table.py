@@ -216,6 +216,7 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
     both = {
         "_configure_launcher": "start ranks that listen on the loopback interface only, with the checked degrees",
         "_launcher": "start ranks that listen on the loopback interface only",
+        "_get_process_group_backend": "connect ranks of one machine through the loopback interface only",
         "_timeout": "report a stalled collective before it times out",
     }
     return [
@@ -292,11 +293,6 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             "torch:Tensor",
             _backward_hooks="leave out parameters with hooks when DDP's buckets are built early",
             _post_accumulate_grad_hooks="leave out parameters with hooks when DDP's buckets are built early",
-        ),
-        *_uses(
-            feature,
-            "torch.distributed.rendezvous",
-            _rendezvous_handlers="let ranks of one machine connect through the loopback interface only",
         ),
         *_uses(feature, "torch.utils.data:DataLoader", _iterator="copy a data loader with another sampler"),
     ]

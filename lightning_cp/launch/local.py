@@ -17,7 +17,6 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_cp.files import new_file
-from lightning_cp.job_secret import SECRET, new_secret
 from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import EventKind, Processes
@@ -138,7 +137,6 @@ def _with_log_end(result: Result, log_dir: Path) -> Result:
 def _start(job: Job, lifeline: int, ranks: Processes) -> None:
     spec = json.dumps({"target": job.target, "config": str(job.config), "log_dir": str(job.log_dir)})
     command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), spec]
-    secret = new_secret()
     with ExitStack() as stack:
         listener = stack.enter_context(listen())
         for rank in range(job.world_size):
@@ -146,7 +144,7 @@ def _start(job: Job, lifeline: int, ranks: Processes) -> None:
             log = job.log_dir / f"rank_{rank}.log"
             output = stack.enter_context(new_file(log).open("wb")) if rank > 0 else None
             inherited = (lifeline, *job.inherited, *([listener.fileno()] if rank == 0 else []))
-            environment = _environment(job, rank, listener, lifeline) | {SECRET: secret}
+            environment = _environment(job, rank, listener, lifeline)
             ranks.start(command, environment, output=output, inherited=inherited)
 
 

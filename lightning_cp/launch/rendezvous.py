@@ -1,4 +1,4 @@
-"""Rendezvous of ranks on one machine, through the loopback interface only. Imports no torch.
+"""Process groups of ranks on one machine, through the loopback interface only. Importing needs no torch.
 
 With torch's `env://` rendezvous rank 0 listens on every network interface, so anybody who can reach this machine can
 read and write the process group's store. Here the process that starts the ranks binds a port of 127.0.0.1, and rank 0
@@ -9,53 +9,33 @@ the port before rank 0 uses it.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import socket
-import sys
 from collections.abc import Iterator, MutableMapping
 from datetime import timedelta
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from lightning_cp.compat.versions import incompatible
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening socket in rank 0, -1 in the others
-_MODULE = "torch.distributed.rendezvous"
 _HOST = "127.0.0.1"
 _BACKLOG = 1024  # ranks that may connect before rank 0 has imported torch
-_taken: list[int] = []  # the launcher's descriptor, until it is used
+_JOB_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+_taken: list[int] = []  # the launcher's descriptor, then -1
+_stores: dict[tuple[str, int], tuple[Any, Iterator[int]]] = {}  # by address, with the number of uses so far
 
 
-def listen() -> socket.socket:
-    """Open a listening socket on a free port of 127.0.0.1. Raises: OSError: there is no loopback interface."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((_HOST, 0))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def listen_on_loopback(host: str, port: int = 0) -> socket.socket | None:
-    """Open a listening socket if `host` is a loopback address.
+def listen(host: str = _HOST, port: int = 0) -> socket.socket:
+    """Open a listening socket.
 
     Args:
-        host: name or address of this machine.
+        host: loopback name or address.
         port: port to listen at; 0: any free port.
-    Returns: the socket; None if `host` is unknown or another address.
     Raises: OSError, OverflowError: the port is in use or out of range, or there is no loopback interface.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        if not ipaddress.ip_address(address[0]).is_loopback:
-            return None
-    except (OSError, ValueError):
-        return None
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         if os.name == "posix":  # on Windows the option would allow two listeners at one port
@@ -66,6 +46,14 @@ def listen_on_loopback(host: str, port: int = 0) -> socket.socket | None:
         listener.close()
         raise
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if `host` is the name or address of a loopback interface."""
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]).is_loopback
+    except (OSError, ValueError):
+        return False
 
 
 def rendezvous_environment(listener: socket.socket, rank: int) -> dict[str, str]:
@@ -81,90 +69,107 @@ def loopback_environment() -> dict[str, str]:
     return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
 
 
+def job_id() -> str:
+    """Return the id that torchrun or SLURM has given this job; "" without one. Ranks of two jobs may meet at a port."""
+    return next((f"{name}={os.environ[name]}" for name in _JOB_IDS if name in os.environ), "")
+
+
 def take_listener(environ: MutableMapping[str, str]) -> bool:
     """Take the launcher's socket over in a rank that was started with `rendezvous_environment`.
 
     Args: environ: environment variables of this process; the variable with the descriptor is removed.
-    Returns: True if `join_launcher` will use a socket.
+    Returns: True if this process is a rank of a launcher on this machine.
     """
     if LISTENER in environ:
         _taken.append(int(environ.pop(LISTENER)))
     return bool(_taken)
 
 
-def join_launcher() -> None:
-    """Make `env://` use the launcher's socket, if there is one. Call it before the process group is initialised."""
+def init_process_group(backend: str, **settings: Any) -> None:
+    """Create the world's process group as `torch.distributed` does, at the launcher's socket if it has handed one over.
+
+    Args: backend, settings: as for `torch.distributed.init_process_group`, with rank and world size from the
+        environment variables.
+    Ranks: the whole world.
+    """
     if take_listener(os.environ):
-        rendezvous_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], listener=_taken.pop())
+        address, rank = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), int(os.environ["RANK"])
+        init_at(address, backend, rank=rank, ranks=int(os.environ["WORLD_SIZE"]), **settings)
+        return
+    from torch.distributed import init_process_group
+
+    init_process_group(backend, **settings)
 
 
-def rendezvous_at(host: str, port: str, *, listener: int) -> None:
-    """Make `env://` use a listening socket at `host` and `port`.
-
-    Args:
-        host, port: address of the rendezvous, as in `MASTER_ADDR` and `MASTER_PORT`.
-        listener: descriptor of the listening socket in rank 0, which serves the store; -1 in the other ranks.
-    Raises: IncompatibleVersionError: torch has no table of handlers; it would listen on every network interface.
-    """
-    if listener >= 0:
-        os.set_inheritable(listener, False)
-    handlers = getattr(import_module(_MODULE), "_rendezvous_handlers", None)
-    if handlers is None:
-        raise incompatible("torch", f"{_MODULE} has no _rendezvous_handlers, used to listen on the loopback interface")
-    if "env" in handlers:
-        handlers["env"] = _Rendezvous((host, port), listener, handlers["env"])
-
-
-def served_address() -> tuple[str, str] | None:
-    """Return host and port of the store that this process serves for `env://`; None if it serves none."""
-    handler = getattr(sys.modules.get(_MODULE), "_rendezvous_handlers", {}).get("env")
-    return handler.served_address() if isinstance(handler, _Rendezvous) else None
-
-
-class _Rendezvous:
-    """A torch rendezvous handler for `env://`.
+def init_at(
+    address: tuple[str, int],
+    backend: str,
+    *,
+    rank: int,
+    ranks: int,
+    listener: int = -1,
+    timeout: timedelta | None = None,
+    **settings: Any,
+) -> None:
+    """Create the world's process group with a store that rank 0 serves at a loopback address.
 
     Args:
-        address: the launcher's host and port. Other addresses in the environment go to torch's handler.
-        listener: descriptor of the listening socket; -1 in ranks other than 0.
-        default: torch's handler.
+        address: host and port.
+        listener: descriptor of the listening socket, in rank 0; -1: that of the launcher.
+        backend, timeout, settings: as for `torch.distributed.init_process_group`.
     """
+    from torch.distributed import PrefixStore, TCPStore, init_process_group  # type: ignore[attr-defined]
 
-    def __init__(self, address: tuple[str, str], listener: int, default: Any) -> None:
-        self._address, self._listener, self._process, self._default = address, listener, os.getpid(), default
-        # Kept until the process ends, because the socket can be passed to a store only once.
-        self._store: TCPStore | None = None
-        self._uses = 0
+    patience = timeout or timedelta(minutes=30)
+    if address not in _stores:
+        options: dict[str, Any] = {}
+        if rank == 0:
+            listener = listener if listener >= 0 else _taken[-1]
+            os.set_inheritable(listener, False)
+            options["master_listen_fd"] = listener  # the store closes it
+        _stores[address] = TCPStore(*address, ranks, rank == 0, timeout=patience, **options), itertools.count()
+        _taken.append(-1)
+    store, uses = _stores[address]
+    store.set_timeout(patience)
+    fresh = PrefixStore(f"group_{next(uses)}", store)  # without the keys of an earlier group
+    init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=timeout, **settings)
 
-    def served_address(self) -> tuple[str, str] | None:
-        """Return the address if this process serves the store. A forked process has this object, but not the server."""
-        return self._address if self._listener >= 0 and self._process == os.getpid() else None
 
-    def __call__(self, url: str, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> Iterator[Any]:
-        """Yield `(store, rank, world size)`, as torch's handlers do."""
-        if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != self._address:
-            yield from self._default(url, timeout=timeout, **settings)
-            return
-        from urllib.parse import parse_qs, urlparse
+def host_store(host: str, *, timeout: timedelta) -> TCPStore:
+    """Start a TCP store on a free port, for clients that connect to `host`.
 
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    `TCPStore` listens on every network interface, regardless of its host. If `host` is a loopback address, all clients
+    are on this machine, so the store listens on that address only.
 
-        query = parse_qs(urlparse(url).query)
-        rank, world = (
-            int(query[name][0] if name in query else os.environ[name.upper()]) for name in ("rank", "world_size")
-        )
-        store = self._connect(rank, world, timeout)
-        self._uses += 1  # a new prefix gives each process group an empty store
-        yield PrefixStore(f"group_{self._uses}", store), rank, world
-        raise RuntimeError("the ranks of a local job cannot repeat their rendezvous: start a new job")
+    Args:
+        host: name or address of this machine.
+        timeout: time-out of a request.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def _connect(self, rank: int, world: int, timeout: timedelta) -> TCPStore:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+    if not is_loopback(host):
+        return TCPStore(host, 0, **options)
+    listener = listen(host)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, master_listen_fd=listener.detach(), **options)
 
-        if self._store is not None:
-            self._store.set_timeout(timeout)
-            return self._store
-        host, port = self._address[0], int(self._address[1])
-        listener: dict[str, Any] = {"master_listen_fd": self._listener} if rank == 0 and self._listener >= 0 else {}
-        self._store = TCPStore(host, port, world, rank == 0, timeout=timeout, **listener)
-        return self._store
+
+def shared_store(host: str, *, timeout: timedelta) -> TCPStore | None:
+    """Start a store on rank 0 and connect all ranks to it. Returns: None on a rank that cannot connect.
+
+    Args:
+        host: address of rank 0 that all ranks can reach.
+        timeout: time-out of a request.
+    Ranks: the whole world.
+    """
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = host_store(host, timeout=timeout) if dist.get_rank() == 0 else None
+    port = [0 if store is None else store.port]
+    dist.broadcast_object_list(port, src=0)
+    try:
+        return store or TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError:  # for instance a firewall
+        return None

@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.launch import channel
-from lightning_cp.launch.loopback import JobStore
+from lightning_cp.launch.rendezvous import shared_store
 from lightning_cp.launch.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
 from lightning_cp.mesh.groups import cuda_backend_is
 
@@ -84,7 +85,7 @@ class StallWatch:
         *,
         after_s: float,
         timeout_s: float,
-        store: JobStore | None = None,
+        store: Any = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._rank, self._world, self._store = rank, world, store
@@ -178,8 +179,8 @@ class StallWatch:
         while not self._ended.wait(self._tick_s) and dist.is_initialized():
             try:
                 self._store.set(str(self._rank), self._status.to_text())
-                for rank, text in enumerate(self._store.get_all(names)):
-                    status = None if text is None else RankStatus.from_text(text)
+                for rank, text in enumerate(self._store.multi_get(names)):
+                    status = RankStatus.from_text(text.decode()) if text else None
                     known = self._peers.get(rank)
                     if status is not None and (known is None or known.beat != status.beat):
                         self._peers[rank] = status
@@ -229,7 +230,9 @@ def watch_stalls(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return None
-    store = JobStore.shared(host, timeout=_REQUEST_TIMEOUT, names=[str(each) for each in range(world)])
+    store = shared_store(host, timeout=_REQUEST_TIMEOUT)
+    if store is not None:
+        store.set(str(rank), "")
     dist.all_gather_object([False] * world, True)  # barrier: rank 0 may exit right after, and its store with it
     stop_watch()
     global _watch

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.job_secret import check_members
 from lightning_cp.mesh.shares import Shares, check_shares
 
 T = TypeVar("T")
@@ -161,19 +159,9 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
 
 
 def _add_groups(config: ContextParallelConfig, built: dict[object, Any], key: object) -> None:
-    prove_membership()
     groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
     built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
     _by_name[groups.name] = groups
-
-
-def prove_membership() -> None:
-    """Compare the job's secret between all ranks, once for each world. Ranks: the whole world, at first use.
-
-    Raises: JobSecretError: see `check_members`.
-    """
-    if dist.get_backend() != "fake":
-        cached("members", partial(check_members, "cuda" if cuda_backend_is("nccl") else "cpu"))
 
 
 def cuda_backend_is(backend: str, group: dist.ProcessGroup | None = None) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
 from lightning_cp.engine.peers.comparison import Digest, digest, digest_difference
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh.groups import MeshGroups, prove_membership
+from lightning_cp.launch.rendezvous import job_id
+from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import dataclass_fields
 
 _RANDOM = "generator"
@@ -68,15 +69,13 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
     Raises: PeerMismatchError: the settings of another rank differ. CallFailedError: a check has failed on another rank.
     """
     world = dist.group.WORLD
-    if world is not None and dist.get_world_size() > 1:
-        prove_membership()
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
     raise_on_all(failure, f"cannot {what}", world)
-    by_rank = gather_objects({key: repr(value) for key, value in settings.items()}, world)
+    by_rank = gather_objects({"job": job_id(), **{key: repr(value) for key, value in settings.items()}}, world)
     if (difference := first_difference(by_rank, missing="not set")) is not None:
         key, rank, first, here = difference
         raise PeerMismatchError(

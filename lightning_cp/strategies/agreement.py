@@ -25,6 +25,7 @@ from lightning_cp.compat.fsdp_names import gathered_weights, weights_of_unit
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.errors import PeerMismatchError
+from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.strategies.ranks.sweep_ranks import job_overrides
 from lightning_cp.strategies.weights.initial import compared_tensors
@@ -33,8 +34,8 @@ Facts = Mapping[str, str]  # by name, in words
 Follow = Callable[[nn.Module, Any], None]  # adapts a wrapper before the backward of a loss
 _EVERY = 8  # backwards between two looks at optimizers, and at replicated weights
 _JOBS = (
-    "{}; all ranks must run the same job, so a sweeper that draws values must not run on each rank: let the strategy "
-    "start the ranks, or start one job at a time"
+    "{}; all ranks must run the same job, so two jobs must not use one MASTER_PORT, and a sweeper that draws values "
+    "must not run on each rank: let the strategy start the ranks, or start one job at a time"
 )
 _TRAINED = "{}: cast, replace, freeze and unfreeze the same weights, on every rank, before the same step"
 _LOADED = (
@@ -50,8 +51,12 @@ _OPTIMIZERS = "{}; weights are averaged over all ranks, so all must use the same
 
 
 def compare_jobs() -> None:
-    """Check that all ranks run the same job of Hydra. Ranks: the world. Raises: PeerMismatchError: on all ranks."""
-    _compare(PeerMismatchError, _JOBS, {"overrides of the Hydra job": " ".join(job_overrides())})
+    """Check that all ranks run the same job: two jobs may have met at one port, or a sweeper may run on each rank.
+
+    Ranks: the world. Raises: PeerMismatchError: on all ranks.
+    """
+    facts = {"id of the job": job_id(), "overrides of the Hydra job": " ".join(job_overrides())}
+    _compare(PeerMismatchError, _JOBS, facts)
 
 
 class Agreement:

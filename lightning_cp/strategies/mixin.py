@@ -13,7 +13,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.attention.stand_ins import SHARED_SAMPLES, install_stand_ins, release_stand_ins
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
-from lightning_cp.mesh.groups import prove_membership
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
 from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
 from lightning_cp.strategies.context import ContextParallel
@@ -267,13 +265,11 @@ class ContextParallelMixin:
 
     def setup_environment(self) -> None:
         """Initialise the process group and build the mesh."""
-        self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         proposal = self._propose_degrees()
+        self.local_ranks.join(self._lightning)
         super().setup_environment()  # type: ignore[misc]
         self._use_proposal(proposal)
         self.context.check_world(self._lightning.world_size)
-        if dist.is_initialized():
-            prove_membership()
         compare_jobs()
         gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.launch.loopback import host_store
+from lightning_cp.launch.rendezvous import host_store
 from tests.harness.strict import Coordinator, Strict
 from tests.harness.worker import Job, Reply, serve
 

@@ -11,7 +11,6 @@ from tests.unit.imported import PACKAGE, imported_files, imported_modules
 LAYERS = (
     {
         "errors",
-        "job_secret",
         "files",
         "locks",
         "config",

@@ -19,7 +19,7 @@ from lightning_cp.app.benchmark.report import machine_name
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.comm.transfer import all_gather_tensor
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
 from lightning_cp.planning.optimizer import adamw
 from lightning_cp.planning.recorder import Recorder, Segment
@@ -34,8 +34,7 @@ def calibrate(config: DictConfig) -> None:
     is_gpu = config.device == "cuda"
     if is_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    join_launcher()
-    dist.init_process_group("nccl" if is_gpu else "gloo")
+    init_process_group("nccl" if is_gpu else "gloo")
     device = measured_device(torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu"))
     if dist.get_rank() == 0:
         with atomic_file(Path(config.result)) as scratch:

@@ -26,7 +26,7 @@ from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Failure, Job, LocalLauncher, Machine
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "sparse", "data")
@@ -62,8 +62,7 @@ def measure_all(config: DictConfig) -> None:
 
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=config.simulated_ranks)
     else:
-        join_launcher()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     if list(config.workloads) == ["data"]:
         from lightning_cp.app.benchmark.data import measure_data

@@ -20,7 +20,7 @@ from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 
 
@@ -32,8 +32,7 @@ def check_modes(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.engine import check_plan
 
-    join_launcher()
-    dist.init_process_group("gloo")
+    init_process_group("gloo")
     n = dist.get_world_size()
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
     plan = None if config.plan is None else _load(config.plan, "plan")

@@ -19,7 +19,7 @@ from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.pipeline_folder.index import check_source
 
@@ -35,8 +35,7 @@ def topology(config: DictConfig) -> None:
     from lightning_cp.finetune.families import collate
     from lightning_cp.finetune.family_check import store, topology_proof, training_models
 
-    join_launcher()
-    dist.init_process_group("gloo")
+    init_process_group("gloo")
     pipe, family, media = _prepare(config)
     stored = collate(store(family, pipe, list(config.captions), media), family.text)
     ring = ContextParallelConfig(ring_degree=dist.get_world_size())

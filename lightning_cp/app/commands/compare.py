@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_cp.app.terminal import print_error
 from lightning_cp.launch import Job, LocalLauncher
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 
 RANKS = 3
@@ -32,8 +32,7 @@ def compare_with_diffusers(_: Path) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
     diffusers.logging.set_verbosity_error()
-    join_launcher()
-    dist.init_process_group("gloo")
+    init_process_group("gloo")
     rank = dist.get_rank()
     even, uneven = [16] * RANKS, [17, 16, 14]
     uneven_ulysses = {"ulysses": RANKS, "anything": "ulysses_anything"}

@@ -25,7 +25,7 @@ from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "sageattention", "peft")
@@ -47,8 +47,7 @@ def try_modes(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.attention import context_parallel_attention
 
-    join_launcher()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
+    init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(2, 64 * world + 5, 6, 32, generator=generator, dtype=torch.float64) for _ in range(3)]

@@ -20,7 +20,7 @@ from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 
 
 @reads_settings
@@ -29,7 +29,6 @@ def encode(config: DictConfig) -> None:
     from datetime import timedelta
 
     import torch
-    import torch.distributed as dist
 
     from lightning_cp.finetune.media import DataFolder
     from lightning_cp.finetune.precompute import EncodingRanks, PrecomputeSettings, precompute, rank_device
@@ -39,8 +38,7 @@ def encode(config: DictConfig) -> None:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        join_launcher()
-        dist.init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
+        init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
     chosen: Any = OmegaConf.to_container(config.precompute)
     settings = PrecomputeSettings(
         captions=config.data.captions,

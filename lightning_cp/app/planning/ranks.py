@@ -82,7 +82,7 @@ def measure(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.calibrate import Calibration
     from lightning_cp.app.planning.real_step import build_step
     from lightning_cp.app.planning.settings import request_of
-    from lightning_cp.launch.rendezvous import join_launcher
+    from lightning_cp.launch.rendezvous import init_process_group
     from lightning_cp.planning.devices import as_figures
 
     warnings.filterwarnings("ignore")  # from other packages
@@ -92,8 +92,7 @@ def measure(config: DictConfig) -> None:
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    join_launcher()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    init_process_group("nccl" if device.type == "cuda" else "gloo")
     calibration = Calibration(device) if config.calibrates else None
     seconds = []
     for case in config.cases:

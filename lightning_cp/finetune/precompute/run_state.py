@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import errors
-from lightning_cp.launch.loopback import JobStore
 from lightning_cp.launch.rank import was_raised_for_the_user
+from lightning_cp.launch.rendezvous import shared_store
 
 _POLL_S = 0.05  # time between two reads of the store while this rank waits
 _CHECK_S = 0.5  # time between two reads of the store while this rank works
@@ -76,7 +76,7 @@ class RunState:
 
     def __init__(self, host: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        store = JobStore.shared(host, timeout=_REQUEST_TIMEOUT)
+        store = shared_store(host, timeout=_REQUEST_TIMEOUT)
         if store is None:
             raise ConnectionError(f"rank {self.rank} cannot connect to a store on rank 0 at {host}: check the firewall")
         self._store = store

@@ -44,8 +44,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     others wait, is raised on the rank where it happened, which ends the job; `leader` raises at every later call, for
     all data groups. The same holds if a rank exits.
 
-    Security: requests and results hold plain data only, are sent without pickle, and are signed with the job's secret
-    (see docs/runs.md). What a user of your service sends is never unpickled, unless your loop does it.
+    Security: requests and results hold plain data only, and are sent without pickle. What a user of your service
+    sends is never unpickled, unless your loop does it.
 
     Args:
         pipe: pipeline made parallel by `parallelize_pipeline`.

@@ -1,4 +1,4 @@
-"""Messages between the ranks of `follow`: plain data only, signed, sent over the job's process groups."""
+"""Messages between the ranks of `follow`: plain data only, without pickle, sent over the job's process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_cp.comm.lost_connections import raise_if_lost
 from lightning_cp.comm.packet import Piece, pack_tensors, unpack_tensors
-from lightning_cp.job_secret import signed, verified
 from lightning_cp.pipelines.serving.plain_data import DTYPES, PlainData, bytes_tensor
 
 _LONGEST_POLL_S = 0.02
@@ -22,7 +21,7 @@ _HEADER_BYTES = 8  # length of the field with the header's size
 
 
 class Requests:
-    """Messages of one rank to all others of a process group. Both sides count them: none can be repeated or left out.
+    """Messages of one rank to all others of a process group.
 
     Args:
         group: gloo group; None: there is no other rank.
@@ -30,7 +29,7 @@ class Requests:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, source: int = 0) -> None:
-        self._group, self._source, self._number = group, source, 0
+        self._group, self._source = group, source
 
     def send(self, fields: Mapping[str, Any], arguments: PlainData) -> None:
         """Send a message to all other ranks, and wait until they read it. Ranks: the sender; the others call `receive`.
@@ -44,7 +43,7 @@ class Requests:
         """Start to send a message. Returns: a function that waits until it is read. See `send`."""
         if self._group is None:
             return lambda: None
-        data = bytes_tensor(signed(to_bytes(fields, arguments), self._purpose()))
+        data = bytes_tensor(to_bytes(fields, arguments))
         when = f"with a message of rank {self._source}"
         with _naming_lost_ranks(when):
             parts = (torch.tensor([data.numel()]), data)
@@ -64,19 +63,14 @@ class Requests:
     def start_receive(self) -> Incoming:
         """Start to receive the next message. Read it before the next one is received."""
         assert self._group is not None, "only a group has messages"
-        return Incoming(self._group, self._source, self._purpose())
-
-    def _purpose(self) -> str:
-        self._number += 1
-        assert self._group is not None, "only a group has messages"
-        return f"request {self._number} of group {self._group.group_name}"
+        return Incoming(self._group, self._source)
 
 
 class Incoming:
     """A message that another rank sends, or will send."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, purpose: str) -> None:
-        self._group, self._source, self._purpose = group, source, purpose
+    def __init__(self, group: dist.ProcessGroup, source: int) -> None:
+        self._group, self._source = group, source
         self._data: Tensor | None = None
         self._size = torch.zeros(1, dtype=torch.int64)
         with self._naming_lost_ranks():
@@ -90,12 +84,12 @@ class Incoming:
         """Wait for the message; again, return it again. The wait can be interrupted, and the stall watch ignores it.
 
         Args: meanwhile: function to call again and again until the message arrives.
-        Raises: JobSecretError: the sender is no rank of this job. CallFailedError: the sender has exited.
+        Raises: CallFailedError: the sender has exited.
         """
         if self._data is None:
             with self._naming_lost_ranks():
                 self._data = self._received(meanwhile)
-        return from_bytes(verified(self._data.numpy().tobytes(), self._purpose))
+        return from_bytes(self._data.numpy().tobytes())
 
     def _received(self, meanwhile: Callable[[], None] | None) -> Tensor:
         poll_s = 0.0005

@@ -16,7 +16,6 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import in_bad_fork, process_groups
-from lightning_cp.launch.rendezvous import served_address
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.groups import cached_groups
 from lightning_cp.strategies.ranks.sweep_ranks import StartsScripts
@@ -91,10 +90,8 @@ def ready_to_launch(start_method: str, environment: Any, *, on_gpus: bool = Fals
         stop_watch()
         _KEPT_ALIVE.extend(process_groups())
         dist.destroy_process_group()
-        os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
+        os.environ.pop("MASTER_PORT", None)  # the old store may still listen there
     _KEPT_ALIVE.extend(cached_groups())  # includes a process group that the user has destroyed
-    if (served := served_address()) is not None and os.environ.get("MASTER_PORT") == served[1]:
-        del os.environ["MASTER_PORT"]  # the store of an earlier run with one rank in this process still listens there
     before = os.environ.get("MASTER_PORT")
     if before is None and isinstance(environment, LightningEnvironment):
         environment._main_port = -1

@@ -6,6 +6,7 @@ that starts the ranks opens the listening socket on the loopback interface and p
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Iterator
@@ -15,14 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_cp.job_secret import SECRET, new_secret
 from lightning_cp.launch.rendezvous import (
     LISTENER,
-    join_launcher,
-    listen_on_loopback,
+    init_at,
+    is_loopback,
+    listen,
     loopback_environment,
-    rendezvous_at,
-    served_address,
     take_listener,
 )
 
@@ -30,7 +29,7 @@ _PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning ta
 
 
 class LocalRanks:
-    """The listening socket and the secret of a strategy's ranks. It is pickled with the strategy for spawned ranks.
+    """The listening socket of a strategy's ranks. It is pickled with the strategy for spawned ranks.
 
     It is used only if Lightning starts all ranks on this machine. Nothing changes on several nodes, under torchrun,
     SLURM or another launcher, with a cluster environment other than Lightning's, or with `MASTER_ADDR` set to a network
@@ -39,7 +38,6 @@ class LocalRanks:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
-        self._secret = ""
 
     def listen(self, environment: Any, *, num_nodes: int) -> None:
         """Open the socket, before ranks are started. Args: environment: Lightning's cluster environment.
@@ -49,20 +47,18 @@ class LocalRanks:
         self.close()
         if num_nodes != 1 or type(environment) is not LightningEnvironment or os.name != "posix":
             return
-        if environment.creates_processes_externally:
+        if environment.creates_processes_externally or not is_loopback(environment.main_address):
             return
         name = next((name for name in _PORTS if name in os.environ), None)
         port = os.environ[name] if name else "0"
         try:
-            self._listener = listen_on_loopback(environment.main_address, int(port))
+            self._listener = listen(environment.main_address, int(port))
         except (OSError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{name or 'MASTER_PORT'}={port}: cannot listen on this port of {environment.main_address} ({error}): "
                 f"set a free port from 1 to 65535, or unset the variable so that a free one is chosen"
             ) from error
-        if self._listener is not None:
-            environment._main_port = self._listener.getsockname()[1]
-            self._secret = new_secret()
+        environment._main_port = self._listener.getsockname()[1]
 
     def close(self) -> None:
         """Close this process's copy of the socket."""
@@ -85,36 +81,44 @@ class LocalRanks:
         self.listen(environment, num_nodes=num_nodes)
         try:
             if self._listener is not None:
-                os.environ.update({LISTENER: "-1", SECRET: self._secret})
+                os.environ[LISTENER] = "-1"
             yield
         except BaseException:
             self.close()
-            os.environ.pop(SECRET, None)
             raise
         finally:
             os.environ.pop(LISTENER, None)
 
-    def join(self, environment: Any, *, num_nodes: int) -> None:
-        """Prepare this rank's process group, which is created next. Ranks: the whole world."""
+    def join(self, strategy: Any) -> None:
+        """Create the process group if the ranks are on this machine, else leave it to Lightning. Ranks: the world.
+
+        Args: strategy: the Lightning strategy.
+        """
+        environment = strategy.cluster_environment
         if dist.is_initialized():
             self.close()
             return
-        is_only_rank = self._listener is None and not take_listener(os.environ)
-        if is_only_rank and (address := served_address()) is not None:
-            if not environment.creates_processes_externally:  # one rank in this process, once more
-                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
-            return
-        if is_only_rank:  # one rank in this process, unless another launcher has started it
-            self.listen(environment, num_nodes=num_nodes)
-        if is_only_rank and self._listener is None:
+        if self._listener is None:  # one rank in this process, unless another launcher has started it
+            self.listen(environment, num_nodes=strategy.num_nodes)
+        if self._listener is None and not take_listener(os.environ):
             return
         for name, interface in loopback_environment().items():
             os.environ.setdefault(name, interface)
-        if self._listener is None:
-            join_launcher()
-            return
-        if not is_only_rank:
-            os.environ[SECRET] = self._secret
-        descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
+        rank, device, descriptor = environment.local_rank(), strategy.root_device, -1
+        if self._listener is not None and rank == 0:
+            descriptor = self._listener.detach()
         self.close()  # in the other ranks: their copies would keep the port open
-        rendezvous_at(environment.main_address, str(environment.main_port), listener=descriptor)
+        settings = {
+            "timeout": strategy._timeout,
+            "device_id": None if device.type == "cpu" else device,
+        }
+        backend = strategy._get_process_group_backend()
+        address = (environment.main_address, environment.main_port)
+        init_at(address, backend, rank=rank, ranks=strategy.num_processes, listener=descriptor, **settings)
+        if "nccl" in backend:
+            atexit.register(_destroy_process_group)  # as Lightning does
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

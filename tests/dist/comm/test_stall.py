@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.launch import loopback, stall
+from lightning_cp.launch import stall
 from lightning_cp.launch.stall import StallWatch, watch_stalls
 from tests.harness import RankPool
 from tests.models import TINY
@@ -159,21 +159,21 @@ def test_a_watch_does_no_harm_to_longer_work(run_ranks: RankPool) -> None:
 
 def _late(rank: int, world: int) -> float:
     """Seconds that a rank needs if its connection comes when the first rank could already have ended."""
-    connect = loopback.TCPStore
+    connect = dist.TCPStore
 
     def connect_late(*args: Any, **settings: Any) -> object:
         if rank:
             time.sleep(1.0)
         return connect(*args, **settings)
 
-    loopback.TCPStore = connect_late  # type: ignore[assignment,misc]
+    dist.TCPStore = connect_late  # type: ignore[assignment,misc]
     start = time.monotonic()
     try:
         stall.watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=600)
         return time.monotonic() - start
     finally:
         stall.stop_watch()
-        loopback.TCPStore = connect  # type: ignore[misc]
+        dist.TCPStore = connect  # type: ignore[misc]
 
 
 def test_a_rank_zero_that_ends_at_once_blocks_no_other_rank(run_ranks: RankPool) -> None:

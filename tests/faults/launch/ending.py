@@ -8,15 +8,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.target import reads_settings
-from lightning_cp.launch.rendezvous import join_launcher
+from lightning_cp.launch.rendezvous import init_process_group
 from tests.unit.launch.targets import Unspeakable
 
 
 @reads_settings
 def end_in_collectives(config: DictConfig) -> None:
     """All-reduce without end; rank `rank` leaves after a few times in the way `how`."""
-    join_launcher()
-    dist.init_process_group("gloo")
+    init_process_group("gloo")
     x = torch.ones(1000)
     for step in range(100_000):
         if step == 5 and dist.get_rank() == config.rank:

@@ -23,7 +23,7 @@ from lightning_cp import context_parallel_attention, fabric, pytorch
 from lightning_cp.launch import stall
 from tests.dist.lightning_ranks import QUIET
 from tests.dist.module import Clips, TrainsWan
-from tests.faults.launch.listening import listening, listening_ports
+from tests.faults.launch.listening import listening
 
 KINDS = {"cp": "ContextParallelStrategy", "cp_fsdp": "ContextParallelFSDPStrategy"}
 
@@ -32,13 +32,9 @@ def write_what_listens(folder: str, name: str = "") -> None:
     """Use a group of each kind, then write what this rank listens on, and with which variables."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dist.get_rank(), group=dist.new_group())
-    stores = {int(os.environ["MASTER_PORT"])}
-    if stall._watch is not None:  # a single rank is not watched
-        stores.add(stall._watch._store.port)  # type: ignore[union-attr]
-    names = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LIGHTNING_CP_LISTENER")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LIGHTNING_CP_LISTENER")
     found = {
         "listens": listening("self"),
-        "stores": len(stores & listening_ports("self")),
         "met": everyone,
         "variables": [os.environ.get(name) for name in names],
     }

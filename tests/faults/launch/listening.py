@@ -49,6 +49,7 @@ def write_listening(config: DictConfig) -> None:
     from lightning_cp import context_parallel_attention
     from lightning_cp.fabric import ContextParallelStrategy
     from lightning_cp.launch import stall
+    from lightning_cp.launch.rendezvous import init_process_group
 
     world = int(os.environ["WORLD_SIZE"])
     strategy: Any = ContextParallelStrategy(ring=world, stall_s=30)
@@ -58,13 +59,12 @@ def write_listening(config: DictConfig) -> None:
     context_parallel_attention(x, x, x, parallel_config=strategy.context.config)
     dist.barrier(dist.new_group())
     found: dict[str, Any] = {"first": listening("self")}
-    stores = {int(os.environ["MASTER_PORT"]), stall._watch._store.port}  # type: ignore[union-attr]
-    found["stores"] = len(stores & listening_ports("self"))
+    found["stores"] = len({int(os.environ["MASTER_PORT"])} & listening_ports("self"))
     dist.barrier()
     stall.stop_watch()
     dist.destroy_process_group()
 
-    dist.init_process_group("gloo")
+    init_process_group("gloo")
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, dist.get_rank())
     found["again"] = listening("self")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.launch.loopback import host_store
+from lightning_cp.launch.rendezvous import host_store
 from tests.e2e.recipe import ROOT
 from tests.faults.launch.listening import listening
 from tests.harness import warm
@@ -55,7 +55,7 @@ def test_all_ranks_listen_on_the_loopback_interface_only(ranks: int, tmp_path: P
         assert set(one["first"]) | set(one["again"]) <= LOOPBACK, one
         assert one["first"], "gloo listens"
         assert one["met"] == list(range(ranks))
-        assert one["stores"] == (2 if rank == 0 else 0), "rank 0 has the stores of the group and the watch"
+        assert one["stores"] == (1 if rank == 0 else 0), "rank 0 has the store of the group"
 
 
 def test_a_rank_may_meet_at_a_port_of_its_own_and_keeps_the_interface_that_was_set(

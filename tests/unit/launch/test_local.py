@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -269,11 +270,13 @@ def test_a_signal_in_a_callback_whose_exceptions_python_ignores_is_not_lost(
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    def new_secret() -> str:
-        Stopping()
-        return "secret"
+    listen = local.listen
 
-    monkeypatch.setattr(local, "new_secret", new_secret)
+    def stopping_listen() -> socket.socket:
+        Stopping()
+        return listen()
+
+    monkeypatch.setattr(local, "listen", stopping_listen)
     failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, launcher=IMPATIENT))
     assert failure.exit_code == 128 + signal.SIGTERM
     assert failure.message.startswith("stopped by signal 15")

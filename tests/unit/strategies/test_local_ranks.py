@@ -6,11 +6,11 @@ import os
 import pickle
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_cp.job_secret import SECRET
 from lightning_cp.launch.rendezvous import LISTENER
 from lightning_cp.strategies.ranks.local_ranks import LocalRanks
 
@@ -38,7 +38,6 @@ def test_the_port_is_held_from_its_choice_on(ranks: LocalRanks, name: str | None
         os.environ[name] = str(_free_port())
     with ranks.for_scripts(environment, num_nodes=1):
         assert os.environ[LISTENER] == "-1", "the scripts know that rank 0 listens"
-        assert len(os.environ[SECRET]) == 64, "the scripts inherit the secret of this job"
         port = environment.main_port
         assert name is None or port == int(os.environ[name])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -74,16 +73,14 @@ def test_ranks_that_are_not_all_started_here_meet_as_lightning_arranges(ranks: L
     before = dict(os.environ)
     with ranks.for_scripts(environment, num_nodes=2 if case == "nodes" else 1):
         assert os.environ == before
-    ranks.join(environment, num_nodes=2 if case == "nodes" else 1)
+    ranks.join(SimpleNamespace(cluster_environment=environment, num_nodes=2 if case == "nodes" else 1))
     assert os.environ == before
 
 
 def test_the_socket_closes_where_ranks_could_not_be_started(ranks: LocalRanks) -> None:
     environment = LightningEnvironment()
-    os.environ.pop(SECRET, None)
     with pytest.raises(RuntimeError, match="no process"), ranks.for_scripts(environment, num_nodes=1):
         raise RuntimeError("no process")
-    assert SECRET not in os.environ
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", environment.main_port), timeout=5)
     assert isinstance(pickle.loads(pickle.dumps(ranks)), LocalRanks)
