@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from lightning_cp.comm.lost_connections import is_lost_connection
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.processes import Event, EventKind
-from lightning_cp.launch.stalls import StallWarnings
+from lightning_cp.launch.stalls import StallReports
 
 
 @dataclass
@@ -17,13 +17,13 @@ class History:
     Attributes:
         returned: ranks that returned from the target.
         stop_confirmed: True once a rank has confirmed a stop request; a checkpoint will follow.
-        stalls: prints the ranks' reports of stalled collectives.
+        stalls: prints what the ranks do if a collective stalls.
     """
 
     events: list[Event] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
     stop_confirmed: bool = False
-    stalls: StallWarnings = field(default_factory=StallWarnings)
+    stalls: StallReports = field(default_factory=StallReports)
     _reports: dict[int, Failure] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:

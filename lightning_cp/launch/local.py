@@ -160,7 +160,7 @@ def _wait(ranks: Processes, history: History, timeout_s: float) -> None:
             continue
         history.add(event)
         if event.message.get("kind") == "stall":
-            history.stalls.show(event.message, ranks.pids())
+            history.stalls.add(event.rank, event.message, ranks.pids())
     if stop is not None:
         raise stop
 

@@ -84,7 +84,7 @@ def parallelize_pipeline(
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies. Unless it is "off", components, steps and results
             are compared between all ranks that share a sample; with "first", steps and results of 2 calls only.
-        stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never. A watch
+        stall_s: seconds until a stalled collective is reported; None: never. A watch
             of another pipeline or of a strategy is shared, with its setting.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All

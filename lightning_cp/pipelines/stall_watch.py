@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from functools import partial
 
 import torch.distributed as dist
 
-from lightning_cp.comm.agree import gather_objects
 from lightning_cp.compat.torch_names import default_timeout
 from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
 from lightning_cp.mesh.sample_groups import SampleGroups
@@ -22,7 +19,7 @@ def share_watch(stall_s: float | None, ranks: SampleGroups) -> Iterator[Undo]:
     Args:
         stall_s: seconds until a stalled collective is reported; None: never.
         ranks: ranks that share a sample; a rank alone has no collectives to watch.
-    Ranks: the whole world. Yields: a function that ends the watch when nothing else uses it.
+    Yields: a function that ends the watch when nothing else uses it.
     """
     if stall_s is None or ranks.sample.context_size == 1 or dist.get_backend() == "fake":
         return
@@ -30,7 +27,7 @@ def share_watch(stall_s: float | None, ranks: SampleGroups) -> Iterator[Undo]:
     if watch is not None:
         watch.users += 1
     else:
-        watch = watch_stalls(host=_host(), after_s=stall_s, timeout_s=default_timeout().total_seconds())
+        watch = watch_stalls(after_s=stall_s, timeout_s=default_timeout().total_seconds())
     if watch is not None:
         yield partial(_leave, watch)
 
@@ -39,10 +36,3 @@ def _leave(watch: StallWatch) -> None:
     watch.users -= 1
     if watch.users == 0 and watch is current_watch():
         stop_watch()
-
-
-def _host() -> str:
-    """Return the address of rank 0 that its launcher has set, or its name. Ranks: the whole world."""
-    name = socket.gethostname()
-    hosts = gather_objects(name if dist.get_rank() else os.environ.get("MASTER_ADDR", name), dist.group.WORLD)
-    return "127.0.0.1" if set(hosts) == {name} else str(hosts[0])

@@ -103,11 +103,11 @@ class ContextParallel:
         self.step_groups = self.degrees.use(degree, self.sessions)
         self.degree = degree
 
-    def watch(self, *, host: str, timeout: timedelta | None) -> None:
-        """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
+    def watch(self, *, timeout: timedelta | None) -> None:
+        """Report stalled collectives. Args: timeout: time-out of collectives."""
         if self.settings.stall_s is not None and dist.is_initialized():
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
-            watch_stalls(host=host, after_s=self.settings.stall_s, timeout_s=timeout_s)
+            watch_stalls(after_s=self.settings.stall_s, timeout_s=timeout_s)
 
     def initialized_groups(self, *, of_step: bool = False) -> MeshGroups:
         """Return the groups, or those of the current step. Raises: RuntimeError: they are not initialized yet."""

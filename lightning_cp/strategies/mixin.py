@@ -61,7 +61,7 @@ class ContextParallelMixin:
             "sampled": also samples of every later forward, in the background; a difference is raised in the next
             forward. "always": every forward, in full. "off": none. With sharded weights, each setting but "off" also
             compares which modules the data groups run; "always" includes blocks.
-        stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
+        stall_s: seconds until a stalled collective is reported; None: never.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
             [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use
             the same. FSDP shards weights evenly. None: equal.
@@ -272,7 +272,7 @@ class ContextParallelMixin:
         self.context.check_world(self._lightning.world_size)
         compare_jobs()
         gather_metrics_once(self.context.set_up())
-        self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
+        self.context.watch(timeout=self._lightning._timeout)
 
     def _propose_degrees(self) -> Proposal | None:
         """Choose the degrees on rank 0, with `degrees="auto"`, if there are several ranks. Call it before they meet."""

@@ -1,4 +1,4 @@
-"""A rank that does not join a collective while others wait: reported with rank, module and collective."""
+"""A rank that does not join a collective: the ranks that wait report their module and collective."""
 
 from __future__ import annotations
 
@@ -16,26 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.launch import stall
 from lightning_cp.launch.stall import StallWatch, watch_stalls
 from tests.harness import RankPool
 from tests.models import TINY
 
 AFTER_S = 2.0
-NAPS = "in nap)"
 
 
 def _told_while(step: Callable[[], object], folder: str) -> list[str]:
-    """Reports of naps by this rank's watch during a step. Args: folder: a report makes a file in it."""
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    """Reports by this rank's watch during a step. Args: folder: a report makes a file in it."""
     told: list[str] = []
 
     def report(text: str) -> None:
-        if NAPS in text:  # on a loaded machine there may be other stalls
-            told.append(text)
-            Path(folder, str(dist.get_rank())).touch()
+        told.append(text)
+        Path(folder, str(dist.get_rank())).touch()
 
-    watch = watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=60, report=report)
+    watch = watch_stalls(after_s=AFTER_S, timeout_s=60, report=report)
     assert watch is not None
     step()
     dist.barrier()
@@ -73,34 +69,18 @@ def _stalled(rank: int, world: int, place: str, folder: str) -> list[str]:
 
 def test_a_stalled_forward_is_reported_by_every_waiting_rank(run_ranks: RankPool, tmp_path: Path) -> None:
     first, sleeper, last = run_ranks(3, _stalled, "forward", str(tmp_path))
-    assert sleeper == []
-    for (told,) in (first, last):
+    assert len(sleeper) <= len(first)
+    for told in (first[0], last[0]):  # on a loaded machine there may be other stalls
         assert "has not ended for" in told
         assert "time-out: 60 s" in told
         assert "Pending.wait, blocks.1.attn1 of WanTransformer3DModel" in told
-        assert "rank 1 is in no collective, blocks.1.attn1 of WanTransformer3DModel (comm/test_stall.py:" in told
+        assert "a rank without such a warning has not joined" in told
 
 
 def test_a_stalled_backward_is_reported_with_the_module_of_its_forward(run_ranks: RankPool, tmp_path: Path) -> None:
-    (told,), _, _ = run_ranks(3, _stalled, "backward", str(tmp_path))
+    (told, *_), _, _ = run_ranks(3, _stalled, "backward", str(tmp_path))
     assert "in backward, blocks.1.attn1 of WanTransformer3DModel" in told
-    assert "rank 1 is in no collective" in told
-
-
-def _first_is_elsewhere(rank: int, world: int, folder: str) -> list[str]:
-    def nap() -> None:
-        while rank == 0 and len(os.listdir(folder)) < world:
-            time.sleep(0.05)
-
-    return _told_while(nap, folder)
-
-
-def test_rank_zero_reports_peers_that_wait_for_it(run_ranks: RankPool, tmp_path: Path) -> None:
-    (first,), (other,) = run_ranks(2, _first_is_elsewhere, str(tmp_path))
-    for told in (first, other):
-        assert "rank 1 wait" in told
-        assert "barrier" in told
-        assert "rank 0 is in no collective (comm/test_stall.py:" in told
+    assert "rank 0 waits in" in told
 
 
 @contextmanager
@@ -113,7 +93,7 @@ def _fast_watch(tick_s: float) -> Iterator[tuple[StallWatch, list[str]]]:
         start(watch)
 
     with mock.patch.object(StallWatch, "start", start_fast):
-        watch = watch_stalls(host="127.0.0.1", after_s=30, timeout_s=60, report=messages.append)
+        watch = watch_stalls(after_s=30, timeout_s=60, report=messages.append)
     assert watch is not None
     yield watch, messages
     watch.stop()
@@ -143,7 +123,7 @@ def _watched_training(rank: int, world: int, beats: int) -> list[str]:
         more = torch.tensor(1)
         while more.item():
             step()
-            more.fill_(watch._status.beat < beats)
+            more.fill_(watch._beats < beats)
             dist.all_reduce(more, op=dist.ReduceOp.MAX)
     return messages
 
@@ -155,26 +135,3 @@ def test_a_watch_does_no_harm_to_what_it_watches(run_ranks: RankPool) -> None:
 @pytest.mark.full
 def test_a_watch_does_no_harm_to_longer_work(run_ranks: RankPool) -> None:
     assert run_ranks(3, _watched_training, 4000) == [[], [], []]
-
-
-def _late(rank: int, world: int) -> float:
-    """Seconds that a rank needs if its connection comes when the first rank could already have ended."""
-    connect = dist.TCPStore
-
-    def connect_late(*args: Any, **settings: Any) -> object:
-        if rank:
-            time.sleep(1.0)
-        return connect(*args, **settings)
-
-    dist.TCPStore = connect_late  # type: ignore[assignment,misc]
-    start = time.monotonic()
-    try:
-        stall.watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=600)
-        return time.monotonic() - start
-    finally:
-        stall.stop_watch()
-        dist.TCPStore = connect  # type: ignore[misc]
-
-
-def test_a_rank_zero_that_ends_at_once_blocks_no_other_rank(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _late)) < 100

@@ -24,19 +24,22 @@ def test_the_warning_says_where_a_peer_outside_of_collectives_is(launcher: tuple
     end = tmp_path / "end"
     nap = ("model._target_=tests.e2e.failing.NappingDenoiser", f"+model.until={end}", "max_steps=3")
     with started(*SMALL, *STRATEGY, *nap, folder=tmp_path / "run", launcher=launcher) as process:
-        stderr = _read_until(process, "rank 1 is in no collective (e2e/failing.py", 120)
+        others = (
+            "a rank without such a warning has not joined" if launcher else "rank 1 is in no collective (e2e/failing.py"
+        )
+        stderr = _read_until(process, others, 120)
         end.touch()
         stderr += process.communicate(timeout=120)[1]
     assert process.returncode == 0, stderr
     output = stderr[stderr.index("warning: a collective has not ended") :]
     assert re.search(r"rank 0 waits in [\w.]+, (blocks\.0[.\w]* of )?WanTransformer3DModel", output)
-    assert re.search(r"rank 1 is in no collective \(e2e/failing\.py:\d+ in forward\)", output)
+    if not launcher:
+        assert re.search(r"rank 1 is in no collective \(e2e/failing\.py:\d+ in forward\)", output)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 0), (2, 1)])
 def test_a_stopped_rank_is_named_on_the_terminal(ranks: int, victim: int, tmp_path: Path) -> None:
-    """Also rank 0, which serves the store that all ranks use."""
     folder = tmp_path / "run"
     with started(*SMALL, *STRATEGY, f"ring={ranks}", "max_steps=100000", folder=folder) as process:
         metrics = folder / "metrics.csv"
@@ -134,7 +137,7 @@ def test_two_nodes_of_which_one_is_cut_off_both_tell_of_it(nodes: tuple[str, str
             assert ranks[rank].poll() is None, "before any time-out"
             output = path.read_text().partition("warning: a collective")[2]
             assert re.search(rf"rank {rank} waits in \w+", output), output
-            assert f"rank {1 - rank} has no heartbeat" in output, output
+            assert "a rank without such a warning has not joined" in output, output
 
 
 def _wait(condition: Callable[[], bool], limit_s: float, said: list[Path]) -> None:

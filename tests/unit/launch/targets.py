@@ -143,7 +143,9 @@ def warn_of_first(config: DictConfig) -> None:
         return
     while not pid.exists() or not is_stopped(int(pid.read_text())):
         time.sleep(0.02)
-    channel.send({"kind": "stall", "text": f"rank {RANK} waits", "after_s": 60})
+    waits = {"where": "in barrier", "unchanged_s": 9.0, "waits": True, "tick_s": 60.0, "timeout_s": 60.0}
+    for _ in range(2):
+        channel.send({"kind": "stall", **waits})
     Path(config.folder, f"warned_{RANK}").touch()
     while RANK == 1 and not all(Path(config.folder, f"warned_{rank}").exists() for rank in (1, 2, "all")):
         time.sleep(0.02)
