@@ -44,7 +44,10 @@ def intercept_calls(
     thing.__dict__["_compiled_call_impl"] = intercepted
     undo: list[Undo] = [partial(_restore_call, thing, intercepted, before)]
 
-    def compile_inside(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compile_inside(compile_it: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(compile_it, "__self__", thing) is not thing:  # of a copy, which is called without the interception
+            compile_it(*args, **kwargs)
+            return
         compiled = torch.compile(thing._call_impl, *args, **kwargs)
         if check_compiled is not None:
             check_compiled(compiled)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn, zeros
 
 from lightning_cp.errors import PlanError
@@ -59,6 +62,21 @@ def test_a_copy_calls_its_own_method_and_can_be_wrapped_again() -> None:
     intercept_method(copied, "step", times(3))()
     assert copied.step(1) == 2
     assert vars(copied) == {}
+
+
+def test_a_copy_of_a_module_compiles_itself() -> None:
+    module = nn.Linear(2, 2)
+    undo = intercept_calls(module, times(2))
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.zero_()
+    compiled: list[Any] = []
+    with mock.patch("torch.compile", side_effect=lambda call, **_: compiled.append(call) or call):
+        copied.compile(backend="eager")
+    assert [call.__self__ for call in compiled] == [copied]
+    assert torch.equal(copied(torch.ones(2)), copied.bias)
+    assert torch.equal(module(torch.ones(2)), 2 * F.linear(torch.ones(2), module.weight, module.bias))
+    undo()
 
 
 def test_an_attribute_of_the_instance_is_restored_or_removed() -> None:
