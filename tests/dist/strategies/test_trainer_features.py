@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import selective_checkpoint
 from lightning_cp.pytorch import ContextParallelStrategy
-from tests.dist.lightning_ranks import everyones, flat, trainer_of
+from tests.dist.lightning_ranks import QUIET, everyones, flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
+from tests.dist.strategies.test_initial_weights import BY_PLAN, Mixed, inputs
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,6 +126,42 @@ def test_callbacks_and_loggers_work_as_ever(run_ranks: RankPool, tmp_path: Path)
     assert results[0]["same"] < 1e-4
     assert len(results[0]["files"]) == 2
     assert results[0]["rows"] > 4
+
+
+def _averaged(trainer: Trainer, path: str | None = None) -> Tensor:
+    """Fit equal samples, from a checkpoint. Returns: the weights, which are the averages after a fit."""
+    module, data = Mixed(0), DataLoader([inputs()[0]] * 24, batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(module, data, ckpt_path=path)
+    return flat(module)
+
+
+def _resumed(rank: int, world: int, folder: str) -> Tensor:
+    for ring, steps, path in ((world, 2, None), (1, 4, f"{folder}/two.ckpt")):
+        kept = ModelCheckpoint(folder, "two", every_n_train_steps=2)
+        trainer = trainer_of(
+            rank,
+            world,
+            ContextParallelStrategy(ring=ring, **BY_PLAN),
+            **{"max_steps": steps, "enable_checkpointing": True},
+            callbacks=[EMAWeightAveraging(decay=0.5), *([] if path else [kept])],
+        )
+        found = _averaged(trainer, path)
+        dist.barrier()  # the first rank has written the checkpoint
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_lightnings_average_continues_at_another_degree(run_ranks: RankPool, tmp_path: Path, world: int) -> None:
+    alone = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=4,
+        callbacks=[EMAWeightAveraging(decay=0.5)],
+        **QUIET,  # type: ignore[arg-type]
+    )
+    expected = _averaged(alone)
+    for found in run_ranks(world, _resumed, str(tmp_path), init=False):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _short(rank: int, world: int) -> tuple[int, int]:
