@@ -44,14 +44,19 @@ def reshard_without_grad(unit: FSDPModule) -> None:
         group.post_forward = partial(_post_forward, group, group.post_forward)
 
 
-def cast_weight(unit: FSDPModule) -> nn.Parameter | None:
-    """Return a sharded weight whose dtype or device has changed since the first forward; None: there is none."""
+def changed_weight(unit: FSDPModule) -> str | None:
+    """Describe a sharded weight that was cast, moved or replaced since the first forward; None: there is none."""
     for group in _weight_groups(unit):
         for one in group.fsdp_params:
             x: nn.Parameter = one.sharded_param
             device = "cpu" if one.offload_to_cpu else group.device.type
-            if hasattr(one, "_unsharded_param") and (x.dtype, x.device.type) != (one.orig_dtype, device):
-                return x
+            if not hasattr(one, "_unsharded_param"):
+                continue  # no forward yet
+            if (x.dtype, x.device.type) != (one.orig_dtype, device):
+                return f"cast or moved (to {x.dtype} on {x.device.type})"
+            module, name = one._module_info.module, one._module_info.param_name
+            if not any(module._parameters.get(name) is known for known in (x, one._unsharded_param)):
+                return f"replaced ({name} of {type(module).__name__})"
     return None
 
 

@@ -264,7 +264,6 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             feature,
             "torch.nn.parallel:DistributedDataParallel",
             _ddp_params_and_buffers_to_ignore="leave out tensors that DDP ignores when ranks' weights are compared",
-            _comm_hooks="keep communication hooks when other parameters begin to train",
         ),
         *_uses(
             feature,
@@ -284,6 +283,7 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             feature,
             f"{_FSDP}_fsdp_param:FSDPParam",
             _unsharded_param=_REDUCE,
+            _module_info="find replaced weights",
             to_accumulated_grad_if_needed=_REDUCE,
             unsharded_accumulated_grad=_REDUCE,
         ),

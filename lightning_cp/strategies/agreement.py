@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,22 +21,28 @@ from typing_extensions import override
 from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.compat.fsdp_names import gathered_weights, weights_of_unit
+from lightning_cp.compat.fsdp_names import gathered_weights
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.sample_groups import world_control
+from lightning_cp.strategies.gradients import sharded_units
 from lightning_cp.strategies.ranks.sweep_ranks import job_overrides
+from lightning_cp.strategies.settings import StrategySettings
 from lightning_cp.strategies.weights.initial import compared_tensors
 
 Facts = Mapping[str, str]  # by name, in words
-Follow = Callable[[nn.Module, Any], None]  # adapts a wrapper before the backward of a loss
+Follow = Callable[[nn.Module], None]  # adapts a wrapper to what trains now
+_KIND = attrgetter("requires_grad", "dtype")
+_STORAGE: Callable[[Any], Any] = StorageWeakRef
+_SHARD = "of shard "  # in the names of weights that some ranks hold
 _EVERY = 8  # backwards between two looks at optimizers, and at replicated weights
 _JOBS = (
     "{}; all ranks must run the same job, so two jobs must not use one MASTER_PORT, and a sweeper that draws values "
     "must not run on each rank: let the strategy start the ranks, or start one job at a time"
 )
+_SETTINGS = "{}; all ranks must create the strategy with equal settings: give all ranks the same value"
 _TRAINED = "{}: cast, replace, freeze and unfreeze the same weights, on every rank, before the same step"
 _LOADED = (
     "weights were loaded on some ranks only, after set-up: {}. Load them before set-up (on one rank or on all), or on "
@@ -50,13 +56,16 @@ _DRAWN = (
 _OPTIMIZERS = "{}; weights are averaged over all ranks, so all must use the same settings"
 
 
-def compare_jobs() -> None:
-    """Check that all ranks run the same job: two jobs may have met at one port, or a sweeper may run on each rank.
+def compare_jobs(strategy: object, settings: StrategySettings) -> None:
+    """Check that all ranks run the same job, with the same strategy, before they build groups.
 
-    Ranks: the world. Raises: PeerMismatchError: on all ranks.
+    Two jobs may have met at one port, or a sweeper may run on each rank.
+    Ranks: the whole world. Raises: PeerMismatchError: on all ranks.
     """
     facts = {"id of the job": job_id(), "overrides of the Hydra job": " ".join(job_overrides())}
     _compare(PeerMismatchError, _JOBS, facts)
+    plain = {name: repr(x) for name, x in vars(settings).items() if _is_plain(x)}
+    _compare(PeerMismatchError, _SETTINGS, {"strategy": type(strategy).__name__, **plain})
 
 
 class Agreement:
@@ -99,7 +108,7 @@ class Agreement:
         _compare(PeerMismatchError, _OPTIMIZERS, {**number, **_settings(optimizers)})
         self._optimizers = [one for one in self._optimizers if one() is not None] + list(map(weakref.ref, optimizers))
 
-    def before_backward(self, loss: Any, *, optimizers: bool, weights: bool) -> None:
+    def before_backward(self, *, optimizers: bool, weights: bool) -> None:
         """Compare everything. Synchronises the hosts, but not with their GPUs.
 
         Args: optimizers, weights: also look at them in every 8th backward.
@@ -111,43 +120,45 @@ class Agreement:
         self._read_sums()
         self._backwards += 1
         looks = self._backwards % _EVERY == 0
-        watched = [self._wrappers[x] for x in averaged]
-        changed = [number for number, x in enumerate(averaged) if watched[number].has_changed(x)]
-        loaded = [at_setup.facts(module) for module, at_setup in self._loaded.items()]
+        changed = {x: self._wrappers[x] for x in averaged if self._wrappers[x].has_changed(x)}
         facts = [
-            _joined(watched[number].facts(averaged[number]) for number in changed),
-            _joined([*loaded, *(watched[number].new(averaged[number]) for number in changed)]),
+            _joined(one.facts(x) for x, one in changed.items()),
+            _joined(at_setup.facts(module) for module, at_setup in self._loaded.items()),
             _settings([one for ref in self._optimizers if (one := ref())]) if looks and optimizers else {},
         ]
         self._loaded.clear()
         sums = [zlib.crc32(repr(sorted(_plain(one).items())).encode()) for one in facts]
         by_rank = all_gather_ints(sums, group=world_control("agreement"))
         if any(ints != by_rank[0] for ints in by_rank):
-            _compare(ValueError, _TRAINED, _joined(one.facts(x) for x, one in zip(averaged, watched, strict=True)))
+            _compare(ValueError, _TRAINED, _joined(self._wrappers[x].facts(x) for x in averaged))
             _compare(ValueError, _LOADED, facts[1])
             _compare(PeerMismatchError, _OPTIMIZERS, facts[2])
-        for number in changed:
-            watched[number].follow(averaged[number], loss)
-            watched[number].renew(averaged[number])
+        for x, one in changed.items():
+            one.follow(x)
         if looks and weights:
             self._start_sums(averaged)
 
     def _start_sums(self, averaged: Sequence[nn.Module]) -> None:
         world = dist.group.WORLD
         assert world is not None, "there are peers"
-        total = torch.zeros((), dtype=torch.int64, device=gather_device(world))
-        for x in averaged:
-            for weight in self._wrappers[x].changed_replicas(x):
+        changed = [pair for x in averaged for pair in self._wrappers[x].changed_replicas(x)]
+        values = []
+        for sharded in (False, True):
+            total = torch.zeros((), dtype=torch.int64, device=gather_device(world))
+            for weight in [x for name, x in changed if (_SHARD in name) is sharded]:
                 total = total * 31 + checksum_on_device(weight).to(total.device)
-        halves = torch.stack([total & 0xFFFFFFFF, total >> 32]).double()  # exact
-        self._sums = gather_in_background(halves, group=world)
+            values += [total & 0xFFFFFFFF, total >> 32]
+        numbers = {name.partition(_SHARD)[2] for name, _ in changed}
+        values.append(torch.full_like(values[0], zlib.crc32(repr(sorted(numbers)).encode())))
+        self._sums = gather_in_background(torch.stack(values).double(), group=world)  # exact
 
     def _read_sums(self) -> None:
         sums, self._sums = self._sums, None
         if sums is None:
             return
         values = sums.read()
-        if (values != values[0]).any():
+        shards = {tuple(row[4:]): row for row in reversed(values)}
+        if any((row[:2] != values[0][:2]).any() or (row != shards[tuple(row[4:])]).any() for row in values):
             replicas = [_replicas(x) for x in self._wrappers]
             _compare(ValueError, _DRAWN, _joined({name: _sum(x) for name, x in one.items()} for one in replicas))
 
@@ -157,43 +168,29 @@ class Agreement:
 
 
 class _Trained:
-    """The trained parameters of a DDP module or a sharded module, as its gradients are averaged."""
+    """The parameters of a DDP module or a sharded module that train, and the weights that several ranks hold."""
 
     def __init__(self, wrapper: nn.Module, follow: Follow) -> None:
-        self.follow = follow
+        self.follow, self._state = follow, _state_of(wrapper)
         self._versions = {name: version_of(x) for name, x in _replicas(wrapper).items()}
-        self.renew(wrapper)
-
-    def renew(self, wrapper: nn.Module) -> None:
-        """Take the parameters of now as those whose gradients are averaged."""
-        self._known, self._fingerprint = dict(_trained(wrapper)), _fingerprint(wrapper)
 
     def has_changed(self, wrapper: nn.Module) -> bool:
-        """Return whether the wrapper must be adapted. FSDP2 ignores frozen parameters; DDP, if it looks for them."""
-        if _fingerprint(wrapper) == self._fingerprint:
-            return False
-        now, known = dict(_trained(wrapper)), self._known
-        ignores_unused = getattr(wrapper, "find_unused_parameters", True) or getattr(wrapper, "static_graph", False)
-        return bool(now) and now != known and not (ignores_unused and now.items() <= known.items())
+        """Return whether other parameters may train than at the last call, or others of their kind."""
+        before, self._state = self._state, _state_of(wrapper)
+        return self._state != before
 
     def facts(self, wrapper: nn.Module) -> Facts:
         """Return the parameters that train, by name."""
-        return {
-            name: f"trains in {dtype} on {device}{', sharded' if sharded else ''}"
-            for name, (_, dtype, device, sharded) in _trained(wrapper)
-        }
+        shards = _shards(wrapper)
+        trained = [(name, shards.get(id(x), x)) for name, x in _inner(wrapper).named_parameters() if x.requires_grad]
+        sharded = {True: ", sharded", False: ""}
+        return {name: f"trains in {x.dtype} on {x.device.type}{sharded[isinstance(x, DTensor)]}" for name, x in trained}
 
-    def new(self, wrapper: nn.Module) -> Facts:
-        """Return checksums of whole parameters that are new in training."""
-        replicas = _replicas(wrapper)
-        names = [name for name, key in _trained(wrapper) if self._known.get(name) != key and name in replicas]
-        return {name: _sum(replicas[name]) for name in names}
-
-    def changed_replicas(self, wrapper: nn.Module) -> list[Tensor]:
-        """Return the whole weights that have changed since the last call."""
+    def changed_replicas(self, wrapper: nn.Module) -> list[tuple[str, Tensor]]:
+        """Return the weights that have changed since the last call, of those that other ranks hold too."""
         replicas, before = _replicas(wrapper), self._versions
         self._versions = {name: version_of(x) for name, x in replicas.items()}
-        return [x for name, x in replicas.items() if self._versions[name] != before.get(name)]
+        return [(name, x) for name, x in replicas.items() if self._versions[name] != before.get(name)]
 
 
 class _WeightsAtSetup:
@@ -224,56 +221,41 @@ def _inner(wrapper: nn.Module) -> nn.Module:
     return wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
 
 
-_Key = tuple[Any, torch.dtype, str, bool]  # of a parameter: node of its gradient, dtype, kind of device, is it sharded
+def _state_of(wrapper: nn.Module) -> list[Any]:
+    """Return what differs if other parameters train. It is read before each backward, so it is fast.
 
-
-def _key_of(wrapper: nn.Module) -> Callable[[nn.Parameter], _Key]:
-    """Return a function that describes a parameter of a wrapper.
-
-    For DDP, the description has the node at which gradients arrive: DDP has a hook on it, which a cast or a move drops.
+    A cast gives a parameter another storage, and DDP loses its hook. The weak reference keeps the address of an earlier
+    storage from being used again. FSDP2 exchanges parameters, so only their kind counts.
     """
-    if isinstance(wrapper, DistributedDataParallel):
-        return lambda x: (get_gradient_edge(x).node, x.dtype, x.device.type, False)
-    units = [inner for inner in wrapper.modules() if isinstance(inner, FSDPModule)]
-    shards = {id(whole): shard for unit in units for shard, whole in gathered_weights(unit)}
-
-    def key_of(x: nn.Parameter) -> _Key:
-        weight = shards.get(id(x), x)
-        return None, weight.dtype, weight.device.type, isinstance(weight, DTensor)
-
-    return key_of
-
-
-def _fingerprint(wrapper: nn.Module) -> list[tuple[int, str, _Key]]:
-    """Return the modules, names and descriptions of the trained parameters. It is faster than `_trained`."""
-    key_of, left = _key_of(wrapper), [_inner(wrapper)]
-    trained: list[tuple[int, str, _Key]] = []
-    while left:
-        module = left.pop()
-        for name, x in module._parameters.items():
-            if x is not None and x.requires_grad:
-                trained.append((id(module), name, key_of(x)))
-        left += [inner for inner in module._modules.values() if inner is not None]
-    return trained
+    modules = [_inner(wrapper)]
+    for module in modules:
+        modules += filter(None, module._modules.values())
+    parameters = [x for module in modules for x in module._parameters.values() if x is not None]
+    state: list[Any] = list(map(_KIND, parameters))
+    if not isinstance(wrapper, DistributedDataParallel):
+        return [*state, *map(type, parameters)]
+    storages = (x.untyped_storage() for x in parameters if x.requires_grad)
+    return [*state, *map(id, parameters), *map(_STORAGE, storages)]
 
 
-def _trained(wrapper: nn.Module) -> Iterator[tuple[str, _Key]]:
-    """Yield the parameters that train, by name, without those that DDP ignores, with their descriptions."""
-    module, key_of = _inner(wrapper), _key_of(wrapper)
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, x in module.named_parameters():
-        if x.requires_grad and name not in ignored:
-            yield name, key_of(x)
+def _shards(wrapper: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded weights by the id of the gathered one, which may stand in its place."""
+    return {id(whole): shard for unit in sharded_units([wrapper]) for shard, whole in gathered_weights(unit)}
 
 
+@torch.no_grad()
 def _replicas(wrapper: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that each rank holds whole, by name."""
-    module = _inner(wrapper)
-    units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
-    sharded = {id(x) for unit in units for x in weights_of_unit(unit)}
-    sharded |= {id(whole) for unit in units for _, whole in gathered_weights(unit)}
-    tensors = compared_tensors(module, buffers=False)
-    return {name: x for name, x in tensors.items() if id(x) not in sharded and _has_values(x)}
+    """Return the weights that other ranks hold too, by name: whole ones, and the shards of HSDP with their numbers."""
+    shards, replicas = _shards(wrapper), {}
+    for name, x in compared_tensors(_inner(wrapper), buffers=False).items():
+        weight = shards.get(id(x), x)
+        if isinstance(weight, DTensor):
+            dims = list(zip(weight.placements, weight.device_mesh.get_coordinate() or (), strict=False))
+            if any(kind.is_replicate() for kind, _ in dims):
+                replicas[f"{name} {_SHARD}{[i for kind, i in dims if not kind.is_replicate()]}"] = weight.to_local()
+        elif _has_values(weight):
+            replicas[name] = weight
+    return replicas
 
 
 def _has_values(x: Tensor) -> bool:
@@ -293,11 +275,14 @@ def _compare(kind: type[Exception], text: str, facts: Facts) -> None:
     if not _has_peers():
         return
     by_rank: list[Facts] = gather_objects(dict(facts), dist.group.WORLD)
-    difference = first_difference([_plain(one) for one in by_rank], missing="missing")
+    shards = {name: x for one in reversed(by_rank) for name, x in one.items() if _SHARD in name}  # of the first owner
+    filled = [{**shards, **one} for one in by_rank]
+    difference = first_difference([_plain(one) for one in filled], missing="missing")
     if difference is not None:
         name, rank, _, _ = difference
-        first, here = (by_rank[one].get(name, "missing") for one in (0, rank))
-        raise kind(text.format(f"{name} differs: {first} on rank 0, {here} on rank {rank}"))
+        owner = next((i for i, one in enumerate(by_rank) if name in one), 0) if name in shards else 0
+        first, here = (filled[one].get(name, "missing") for one in (owner, rank))
+        raise kind(text.format(f"{name} differs: {first} on rank {owner}, {here} on rank {rank}"))
 
 
 def _joined(facts: Iterable[Facts]) -> Facts:
@@ -330,6 +315,8 @@ def _settings_of(optimizer: Any, number: int) -> Iterator[tuple[str, str]]:
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.items()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

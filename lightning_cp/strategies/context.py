@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
+from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
@@ -91,7 +91,6 @@ class ContextParallel:
     def set_up(self) -> MeshGroups:
         """Build the process groups. Ranks: the whole world."""
         self.groups = self.step_groups = groups_for(self.config, self.settings.shares)
-        compare_shares(self.groups)
         assert not isinstance(self.settings.degrees, str), '"auto" is replaced before'
         self.degrees = DegreeGroups.build(self.config, self.groups, self.settings.degrees)
         return self.groups

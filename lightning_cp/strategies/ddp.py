@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
-from lightning_cp.strategies.ddp_buckets import check_reduced, omit_unused_warning, rebuild_ddp
+from lightning_cp.strategies.ddp_buckets import (
+    averaged_parameters,
+    check_reduced,
+    check_trained,
+    omit_unused_warning,
+)
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
 
@@ -64,22 +71,13 @@ class DDPMixin(ContextParallelMixin):
             attribute: Any = [*ignored, *(name for name in names if name not in ignored)]
             module._ddp_params_and_buffers_to_ignore = attribute
 
-    def watch_trained(self, wrapper: nn.Module) -> None:
-        """Follow the trained parameters of the DDP module; see `ContextParallelMixin.watch_trained`."""
-        if self._finds_unused and isinstance(wrapper, DistributedDataParallel):
+    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+        assert isinstance(wrapper, DistributedDataParallel), "made by setup"
+        if self._finds_unused:
             omit_unused_warning(wrapper)
-        super().watch_trained(wrapper)
+        return partial(check_trained, averaged_parameters(wrapper))
 
     def _check_reduced(self) -> None:
         for wrapper in self._agreement.wrappers():
             if isinstance(wrapper, DistributedDataParallel):
                 check_reduced(wrapper)
-
-    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
-        """Average the gradients of the parameters that train now. Raises: ValueError: see `rebuild_ddp`."""
-        assert isinstance(wrapper, DistributedDataParallel), "added by setup"
-        if self.context.unused_parameters(wrapper.module) and not wrapper.find_unused_parameters:
-            wrapper.find_unused_parameters = self._finds_unused = True
-        rebuild_ddp(wrapper, loss)
-        if self._finds_unused:
-            omit_unused_warning(wrapper)

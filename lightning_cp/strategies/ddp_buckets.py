@@ -1,11 +1,13 @@
-"""Build the gradient buckets of DistributedDataParallel: before training, and when other parameters begin to train."""
+"""Build and check the gradient buckets of DistributedDataParallel."""
 
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -69,27 +71,40 @@ class _PrepareForBackward(torch.autograd.Function):
         ddp.reducer.prepare_for_backward([output])
 
 
-def rebuild_ddp(ddp: DistributedDataParallel, loss: Tensor) -> None:
-    """Average the gradients of the parameters that train now, in place of those at construction.
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, object]:
+    """Return the parameters that train, by name, with the node at which DDP gets the gradient.
 
-    Args: loss: of the next backward; its forward has run.
-    Ranks: the whole world, with equal trained parameters. Raises: ValueError: static_graph or mixed_precision is set.
+    A cast, a move or a replaced parameter gives another node, on which DDP has no hook.
     """
-    if ddp.static_graph or ddp.mixed_precision is not None:
-        setting = "static_graph=True" if ddp.static_graph else "mixed_precision of DistributedDataParallel"
-        raise ValueError(
-            f"parameters began to train, were frozen, cast or moved after set-up, which {setting} does not support: do "
-            "not set it, or choose the parameters that train, and their dtype, before set-up"
-        )
-    comm_hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    state = ddp.__getstate__()  # type: ignore[no-untyped-call]
-    del ddp.reducer, ddp.logger  # the only references: their hooks on the parameters end
-    ddp.__setstate__(state)  # type: ignore[no-untyped-call]
-    build_ddp_buckets(ddp)
-    for hook, hook_state in comm_hooks:
-        ddp.register_comm_hook(hook_state, hook)
-    ddp.reducer.prepare_for_forward()
-    ddp.reducer.prepare_for_backward([loss] if ddp.find_unused_parameters else [])
+    return {
+        name: None if ddp.mixed_precision is not None else get_gradient_edge(x).node  # DDP casts them itself
+        for name, x in ddp.module.named_parameters()
+        if x.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def check_trained(at_setup: Mapping[str, object], ddp: nn.Module) -> None:
+    """Check that DDP averages what trains now. Args: at_setup: see `averaged_parameters`.
+
+    Raises: ValueError: other parameters train than at set-up. Frozen ones are allowed, if DDP looks for unused ones.
+    """
+    assert isinstance(ddp, DistributedDataParallel), "added by setup"
+    now = averaged_parameters(ddp)
+    new = next((name for name, node in now.items() if node is not at_setup.get(name, ddp)), None)
+    frozen = next((name for name in at_setup if name not in now), None)
+    finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+    if new is not None:
+        change = "was cast, moved or replaced" if new in at_setup else "began to train"
+    elif frozen is not None and now and not finds_unused:
+        change = "was frozen or removed"
+    else:
+        return
+    raise ValueError(
+        f"{new or frozen} {change} after set-up, and DistributedDataParallel averages gradients of the parameters of "
+        "set-up only: leave all that will train trainable at set-up, and freeze it afterwards, with the setting "
+        "find_unused_parameters=True; load values into the adapters and layers of set-up; for another precision in "
+        "some steps, use torch.autocast. Strategy cp_fsdp follows what begins to train"
+    )
 
 
 def check_reduced(ddp: DistributedDataParallel) -> None:

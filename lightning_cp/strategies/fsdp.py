@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
+from typing_extensions import override
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
@@ -24,7 +25,7 @@ from lightning_cp.compat.fabric_names import loading_optimizers_with
 from lightning_cp.compat.fsdp_names import (
     accumulate_in_one_dtype,
     allow_returned_views,
-    cast_weight,
+    changed_weight,
     gathered_weights,
     renew_fsdp_dtypes,
     reshard_without_grad,
@@ -191,9 +192,10 @@ class FSDPMixin(ContextParallelMixin):
         self._compare_branches(module, installed)
 
     def _compare_branches(self, module: nn.Module, installed: Sequence[Installed]) -> None:
-        """Compare which modules data groups run, unless check_peers="off". Ranks of one data group run the same."""
-        if self.context.groups is not None and self.data_size > 1 and self._settings.check_peers != "off":
-            self._branches.follow(module, installed, every_unit=self._settings.check_peers == "always")
+        """Compare which modules the ranks run, and whether they can, unless check_peers="off"."""
+        if self.context.groups is not None and dist.is_initialized() and self._settings.check_peers != "off":
+            every_unit = self._settings.check_peers == "always"
+            self._branches.follow(module, installed, _refuse_change, every_unit=every_unit)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward. Raises: PeerMismatchError: other ranks run a forward; see `EqualBranches.next`."""
@@ -235,7 +237,7 @@ class FSDPMixin(ContextParallelMixin):
             )
             sharded = cast("FSDPModule", unit)
             allow_returned_views(sharded)  # outputs are not changed in place
-            unit.register_forward_pre_hook(_refuse_cast, prepend=True)
+            unit.register_forward_pre_hook(_refuse_change, prepend=True)
             if not self._reshard:
                 reshard_without_grad(sharded)
             if self._mp_policy.reduce_dtype is not None:
@@ -256,7 +258,11 @@ class FSDPMixin(ContextParallelMixin):
                     "strategy shard it"
                 )
 
-    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
+    @override
+    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+        return self._follow_trained
+
+    def _follow_trained(self, wrapper: nn.Module) -> None:
         """Let FSDP2 reduce the gradients of the parameters that train now; it follows changes of sharded ones.
 
         Raises: ValueError: one is not sharded, or has another dtype than others of its unit.
@@ -289,14 +295,14 @@ def _named_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, shards.get(id(x), x)) for name, x in module.named_parameters()]
 
 
-def _refuse_cast(unit: Any, _: object) -> None:
-    """Check a unit before it gathers its weights. Raises: ValueError: they were cast or moved after set-up."""
-    weight = None if torch.compiler.is_compiling() else cast_weight(unit)
-    if weight is not None:
+def _refuse_change(unit: Any, _: object = None) -> None:
+    """Check a unit before it gathers its weights. Raises: ValueError: they were cast, moved or replaced."""
+    change = None if torch.compiler.is_compiling() else changed_weight(unit)
+    if change is not None:
         raise ValueError(
-            f"the weights of {class_of(unit).__name__} were cast or moved (to {weight.dtype} on {weight.device.type}) "
-            "after the first forward, which FSDP2 does not support: choose the dtype before set-up; for another "
-            "precision in some steps, use torch.autocast, or strategy cp"
+            f"the weights of {class_of(unit).__name__} were {change} after the first forward, which FSDP2 does not "
+            "support: choose the dtype before set-up and load values into the weights of set-up; for another precision "
+            "in some steps, use torch.autocast"
         )
 
 

@@ -268,9 +268,9 @@ class ContextParallelMixin:
         proposal = self._propose_degrees()
         self.local_ranks.join(self._lightning)
         super().setup_environment()  # type: ignore[misc]
+        compare_jobs(self, self._settings)
         self._use_proposal(proposal)
         self.context.check_world(self._lightning.world_size)
-        compare_jobs()
         gather_metrics_once(self.context.set_up())
         self.context.watch(timeout=self._lightning._timeout)
 
@@ -309,8 +309,7 @@ class ContextParallelMixin:
         """
         checks = self._settings.check_peers != "off"
         averages_weights = getattr(self, "_model_averaging_period", None) is not None  # they may differ in between
-        loss = args[0] if args else next(iter(settings.values()))
-        self._agreement.before_backward(loss, optimizers=checks, weights=checks and not averages_weights)
+        self._agreement.before_backward(optimizers=checks, weights=checks and not averages_weights)
         return super().backward(*args, **settings)  # type: ignore[misc]
 
     def grad(self, outputs: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
@@ -394,17 +393,17 @@ class ContextParallelMixin:
         """Check optimizers before their first step. Raises: ValueError: one cannot update the weights."""
 
     def watch_trained(self, wrapper: nn.Module) -> None:
-        """Follow parameters of a DDP or sharded module that begin to train after set-up."""
+        """Compare between ranks what trains in a DDP or sharded module, and follow or refuse changes."""
         if self.context.groups is not None and self.context_size > 1:
             install_stand_ins(wrapper)
             SHARED_SAMPLES.add(wrapper)
-        self._agreement.add_wrapper(wrapper, self._follow_trained)
+        self._agreement.add_wrapper(wrapper, self._follower(wrapper))
 
     def _check_reduced(self) -> None:
         """Check that the gradients of DDP modules were averaged."""
 
-    def _follow_trained(self, wrapper: nn.Module, loss: Any) -> None:
-        """Adapt a wrapper to the parameters that train now, before the backward of a loss. Ranks: the whole world."""
+    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+        """Return a function that adapts a wrapper to the parameters that train now, equally on all ranks."""
         raise NotImplementedError
 
     def _share_random_state(self) -> None:

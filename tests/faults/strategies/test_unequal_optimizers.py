@@ -1,4 +1,4 @@
-"""Optimizer settings that differ between ranks, at set-up or later: one error on all ranks."""
+"""Settings of strategies and optimizers that differ between ranks, at set-up or later: one error on all ranks."""
 
 from __future__ import annotations
 
@@ -100,3 +100,31 @@ def test_a_trainer_finds_unequal_optimizers_and_schedules(run_ranks: RankPool) -
         for message, done in run_ranks(3, _fit, at_once, init=False):
             assert f"lr of SGD in group 0 differs: {values[0]} on rank 0, {values[1]} on rank 2" in message
             assert done == steps
+
+
+def _unequal_settings(rank: int, world: int, settings: dict[str, Any]) -> str:
+    kinds = (for_fabric.ContextParallelStrategy, for_fabric.ContextParallelFSDPStrategy)
+    kind = kinds[settings.pop("sharded", False) and rank == world - 1]
+    try:
+        fabric_of(rank, world, kind(**(settings if rank == world - 1 else {})))
+    except PeerMismatchError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ring": 3}, "ring differs: 1 on rank 0, 3 on rank 2"),
+        ({"check_peers": "off"}, "check_peers differs: 'sampled' on rank 0, 'off' on rank 2"),
+        (
+            {"sharded": True},
+            "strategy differs: ContextParallelStrategy on rank 0, ContextParallelFSDPStrategy on rank 2",
+        ),
+    ],
+)
+def test_unequal_settings_are_refused_before_groups_are_built(
+    run_ranks: RankPool, settings: dict[str, Any], message: str
+) -> None:
+    for said in run_ranks(3, _unequal_settings, settings, init=False, timeout_s=60):
+        assert message in said
