@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -136,6 +136,12 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
         """Save a checkpoint as Lightning does; an older one at this path is kept until the new one is complete."""
         with self._all_or_nothing(path) as scratch, keeping_optimizers_without_state():
             super().save_checkpoint(scratch, state, *args, **settings)
+
+    @override
+    def teardown(self) -> None:
+        """Tear down as Lightning does. At its end, Lightning reads `checkpoint_io`, which this strategy has not."""
+        with suppress(NotImplementedError):
+            super().teardown()
 
     def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         installed = self._wrap(module)

@@ -25,7 +25,16 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lightning_cp.compat.torch_names import function_modes, in_backward, script_as, trace_as_before, trace_into
+from lightning_cp.compat.torch_names import (
+    function_modes,
+    get_unwrapped,
+    in_backward,
+    is_functorch_wrapped_tensor,
+    is_traceable_wrapper_subclass,
+    script_as,
+    trace_as_before,
+    trace_into,
+)
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.chosen_blocks import CHOOSERS, CHOOSING
 from lightning_cp.engine.attention.dropout import drop
@@ -144,6 +153,7 @@ def _functions() -> Iterator[tuple[ModuleType, str]]:
     for name in RECOMPUTING:
         yield torch.utils.checkpoint, name
     yield torch.autograd, "grad"
+    yield torch.autograd, "backward"
 
 
 def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
@@ -180,7 +190,15 @@ class _OfBuiltin:
 
 
 def _stand_in(name: str, original: _Function) -> _Function:
-    makers = {SDPA: _sdpa, DISPATCH: _dispatch, FLEX: _flex, "grad": _grad, **RECOMPUTING, **CHOOSING}
+    makers = {
+        SDPA: _sdpa,
+        DISPATCH: _dispatch,
+        FLEX: _flex,
+        "grad": _grad,
+        "backward": _backward,
+        **RECOMPUTING,
+        **CHOOSING,
+    }
     stand_in = makers[name](original) if name in makers else _dropout(name, original)
     return _OfBuiltin(stand_in) if inspect.isbuiltin(original) else stand_in
 
@@ -241,34 +259,59 @@ def _dropout(name: str, original: _Function) -> _Function:
 def _grad(original: _Function) -> _Function:
     @wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if SHARED_SAMPLES and not torch.compiler.is_compiling() and not in_backward():
-            _refuse_weights(inputs)
+        _refuse_weights(inputs)
         return original(outputs, inputs, *args, **kwargs)
 
     return grad
 
 
+def _backward(original: _Function) -> _Function:
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        _refuse_weights(kwargs.get("inputs", args[5] if len(args) > 5 else None))
+        original(*args, **kwargs)
+
+    return backward
+
+
 def _refuse_weights(inputs: Any) -> None:
-    """Check the inputs of `torch.autograd.grad`. Raises: ValueError: weights of which each rank has a part."""
-    several = inputs.values() if isinstance(inputs, Mapping) else inputs
-    weights = [weight_of(x) for x in ([several] if isinstance(several, (Tensor, GradientEdge)) else tuple(several))]
-    if not any(x is not None for x in weights):
+    """Check the inputs of a gradient. `torch.func` and `torch.autograd.functional` pass views of weights.
+
+    Raises: ValueError: weights of which each rank has a part.
+    """
+    if not SHARED_SAMPLES or inputs is None or torch.compiler.is_compiling() or in_backward():
         return
+    several = inputs.values() if isinstance(inputs, Mapping) else inputs
+    tensors = list(map(_tensor_of, [several] if isinstance(several, (Tensor, GradientEdge)) else several))
     named = (pair for module in SHARED_SAMPLES for pair in module.named_parameters())
-    names = {id(x): name.removeprefix("module.") for name, x in named}
-    for x in weights:
-        if id(x) in names or isinstance(x, DTensor):
+    names = {_storage_of(x): name.removeprefix("module.") for name, x in named if x.numel() and not x.is_meta}
+    for x in tensors:
+        if isinstance(x, DTensor) or (isinstance(x, Tensor) and _storage_of(x) in names):
             raise ValueError(
-                f"torch.autograd.grad would return this rank's part of the gradient of {names.get(id(x), 'a weight')}, "
-                "because several ranks share each sample: use strategy.grad(outputs, inputs, ...), with the same "
-                "arguments, which returns the gradient of one process on every rank (fabric.strategy.grad, or "
-                "self.trainer.strategy.grad in a LightningModule)"
+                "this would compute this rank's part of the gradient of "
+                f"{names.get(_storage_of(x), 'a weight')}, because several ranks share each sample: use "
+                "strategy.grad(outputs, inputs, ...), with the arguments of torch.autograd.grad, which returns the "
+                "gradient of one process on every rank (fabric.strategy.grad, or self.trainer.strategy.grad in a "
+                "LightningModule)"
             )
+
+
+def _tensor_of(x: Any) -> Any:
+    """Return the tensor of an edge in a graph, if it is a leaf; and the one inside of the tensors of `torch.func`."""
+    x = getattr(getattr(x, "node", None), "variable", x)
+    while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def _storage_of(x: Tensor) -> int:
+    """Return the address that views of a tensor share; for sharded and quantised weights, the object's."""
+    return id(x) if is_traceable_wrapper_subclass(x) else x.untyped_storage().data_ptr()
 
 
 def weight_of(x: Any) -> nn.Parameter | None:
     """Return the weight that an input of `torch.autograd.grad` is, or of which it is the edge in a graph, or None."""
-    x = getattr(getattr(x, "node", None), "variable", x)
+    x = _tensor_of(x)
     return x if isinstance(x, nn.Parameter) else None
 
 

@@ -141,10 +141,21 @@ def _refused(rank: int, world: int, kind: str) -> list[str]:
         with pytest.raises(ValueError, match=r"use strategy.grad\(outputs, inputs") as caught:
             torch.autograd.grad(loss, inputs, retain_graph=True)
         said.append(str(caught.value))
+    square, weight = (lambda x: x.square().sum()), model.scale
+    calls: list[Any] = [
+        lambda: torch.func.grad(square)(weight.detach()),
+        lambda: torch.func.vjp(square, weight)[1](torch.ones((), dtype=weight.dtype)),
+        lambda: torch.autograd.functional.jacobian(square, weight),
+        lambda: loss.backward(inputs=[weight]),
+        lambda: fabric.backward(wrapped(_inputs(0)).sum(), inputs=[weight]),
+    ]
+    for call in calls if kind == "cp" else calls[-2:]:
+        with pytest.raises(ValueError, match="rank's part of the gradient of "):
+            call()
+    torch.func.grad(square)(torch.ones(3))
     torch.autograd.grad(plain(torch.ones(2)).sum(), plain.weight)  # another module
-    if kind == "cp":
-        strategy.teardown()
-        torch.autograd.grad(model.scale.sum(), model.scale)
+    strategy.teardown()
+    torch.autograd.grad(model.scale.sum(), model.scale)
     return said
 
 
