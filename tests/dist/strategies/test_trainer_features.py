@@ -142,7 +142,7 @@ def _resumed(rank: int, world: int, folder: str) -> Tensor:
             rank,
             world,
             ContextParallelStrategy(ring=ring, **BY_PLAN),
-            **{"max_steps": steps, "enable_checkpointing": True},
+            **{"max_steps": steps, "enable_checkpointing": path is None},
             callbacks=[EMAWeightAveraging(decay=0.5), *([] if path else [kept])],
         )
         found = _averaged(trainer, path)
