@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 _UNRECORDED = nullcontext()
 
@@ -100,3 +101,17 @@ class CommStats:
 
 
 STATS = CommStats()
+
+
+@contextmanager
+def traced(*, memory: bool = False) -> Iterator[profile]:
+    """Profile the code in the context, including GPU work that it launched. Args: memory: record allocations too."""
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as profiler:
+        STATS.traced = True
+        try:
+            yield profiler
+            if gpu:
+                torch.cuda.synchronize()
+        finally:
+            STATS.traced = False

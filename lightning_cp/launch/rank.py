@@ -56,7 +56,7 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     ports = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(ports, src=0)
-    from lightning_cp.launch.departure import leave_process_group
+    from lightning_cp.launch.stall import leave_process_group
 
     leave_process_group()
     return ports[0] if more_to_come else None

@@ -19,6 +19,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.background import wait_for_gathers
 from lightning_cp.comm.stats import STATS
 from lightning_cp.launch import channel
 from lightning_cp.launch.stack_location import BACKWARD, locate_stack, name_of_collective
@@ -26,6 +27,7 @@ from lightning_cp.launch.stalls import RankStatus, describe_stall
 from lightning_cp.mesh.groups import cuda_backend_is
 
 _OTHERS = "a rank without such a warning has not joined: it is elsewhere, has exited, is frozen or cannot be reached"
+_GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 
 
 class _WatchThread(threading.Thread):
@@ -147,6 +149,13 @@ def stop_watch() -> None:
     if _watch is not None:
         _watch.stop()
     _watch, STATS.records_modules = None, False
+
+
+def leave_process_group() -> None:
+    """End this rank's watch and background gathers, then destroy its process groups, so that it can join others."""
+    stop_watch()
+    wait_for_gathers(within_s=_GATHERS_S)
+    dist.destroy_process_group()
 
 
 def current_watch() -> StallWatch | None:

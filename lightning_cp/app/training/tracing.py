@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from lightning_cp.comm.tracing import traced
+from lightning_cp.comm.stats import traced
 from lightning_cp.files import writing_new
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cp.launch.departure import leave_process_group
+from lightning_cp.launch.stall import leave_process_group
 
 # Variables that the launch of ranks sets in this process; each job starts with the values from before.
 _VARIABLES = (
