@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -172,7 +172,7 @@ def exchange_lengths(
         _check_lengths("q_lengths", q_lengths, q.shape[1], groups)
         _check_lengths("kv_lengths", kv_lengths, k.shape[1], groups)
 
-    size, is_known = groups.context_size, are_known(q_lengths, kv_lengths, mask, groups)
+    is_known = are_known(q_lengths, kv_lengths, mask, groups)
     signatures = []
     if compare or not is_known:
         given = zlib.crc32(repr((q_lengths, kv_lengths)).encode()) if is_known else 0
@@ -181,12 +181,13 @@ def exchange_lengths(
         )
     else:
         check()
-    if not is_known:
-        lengths = _lengths_of(signatures, has_mask=mask is not None)
+    if is_known:
+        query, key = tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2])
+        sizes = {} if mask is None else {groups.context_rank: (mask.shape[2], mask.shape[3])}
     else:
-        lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
-        if mask is not None:
-            lengths = _add_mask_kind(lengths, mask, q, k)
+        query, key = (tuple(other[i] for other in signatures) for i in (1, 2))
+        sizes = {} if mask is None else {rank: (x[3], x[4]) for rank, x in enumerate(signatures)}
+    lengths = _lengths_of(query, key, sizes)
     if sparse is not None:
         sparse.check_shapes(q.shape[0], q.shape[2], sum(lengths.query), sum(lengths.key))
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
@@ -207,20 +208,6 @@ def _check_lengths(name: str, lengths: list[int], local: int, groups: MeshGroups
             f"{name}={lengths} is not valid: it must hold one length for each of the {size} ranks of the context "
             f"group, and {local} for this one (rank {rank})"
         )
-
-
-def _add_mask_kind(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
-    """Add the kind of mask, which `lengths` determine."""
-    kind = _possible_mask_kinds(mask.shape[2], mask.shape[3], q.shape[1], k.shape[1], sum(lengths.key))
-    if not kind:
-        raise ShapeError(
-            f"attn_mask {tuple(mask.shape)} does not fit q_lengths={list(lengths.query)}, "
-            f"kv_lengths={list(lengths.key)}: {_MASKS}"
-        )
-    one_query = kind[0] == "key_mask" or mask.shape[2] == 1
-    return replace(
-        lengths, mask_kind=kind[0], mask_query_sizes=(1,) * len(lengths.query) if one_query else lengths.query
-    )
 
 
 def _is_ambiguous(q_lengths: list[int], kv_lengths: list[int]) -> bool:
@@ -284,20 +271,21 @@ def _compare_calls(
     return signatures
 
 
-def _lengths_of(signatures: list[list[int]], *, has_mask: bool) -> Lengths:
-    lengths = Lengths(tuple(other[1] for other in signatures), tuple(other[2] for other in signatures))
-    if not has_mask:
-        return replace(lengths, mask_query_sizes=(0,) * len(signatures))
-    options = [
-        _possible_mask_kinds(mask_q, mask_k, sq, sk, sum(lengths.key)) for _, sq, sk, mask_q, mask_k, *_ in signatures
-    ]
-    kinds = [kind for kind in ("key_mask", "query_mask") if all(kind in option for option in options)]
-    if not kinds:
+def _lengths_of(query: tuple[int, ...], key: tuple[int, ...], masks: Mapping[int, tuple[int, int]]) -> Lengths:
+    """Return lengths with the kind of mask. Args: masks: (queries, keys) of each rank's mask that is known, by rank."""
+    if not masks:
+        return Lengths(query, key, "", (0,) * len(query))
+    options = [_possible_mask_kinds(*size, query[rank], key[rank], sum(key)) for rank, size in masks.items()]
+    kind = next((kind for kind in ("key_mask", "query_mask") if all(kind in option for option in options)), None)
+    if kind is None:
         raise ShapeError(
-            f"attn_mask sizes (queries, keys) by rank {[tuple(other[3:5]) for other in signatures]} do not fit "
-            f"q_lengths={lengths.query}, kv_lengths={lengths.key}: {_MASKS}"
+            f"attn_mask sizes (queries, keys) by rank {dict(masks)} do not fit q_lengths={query}, kv_lengths={key}: "
+            f"{_MASKS}"
         )
-    return replace(lengths, mask_kind=kinds[0], mask_query_sizes=tuple(other[3] for other in signatures))
+    queries = tuple(size[0] for size in masks.values())
+    if len(masks) < len(query):  # the lengths determine the sizes of the other ranks' masks
+        queries = (1,) * len(query) if kind == "key_mask" or queries[0] == 1 else query
+    return Lengths(query, key, kind, queries)
 
 
 def ring_of(

@@ -7,7 +7,7 @@ of one slice each, used in turn. The transfer of the first slice overlaps with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,31 +16,21 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.joint_heads import tokens_first
-from lightning_cp.attention.keys import (
-    ChunkMask,
-    Mask,
-    OnlineSoftmax,
-    Ring,
-    attend_keys,
-    grad_of,
-    key_grads,
-    mask_of,
-    part_of,
-)
+from lightning_cp.attention.keys import ChunkMask, Mask, Ring, mask_of
 from lightning_cp.attention.sparse.local import NEEDED
-from lightning_cp.attention.sparse.needed import NeededGradReducer, needed_keys
+from lightning_cp.attention.sparse.needed import needed_keys
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Piece
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import Pending, exchange_flat, gather_flat
 from lightning_cp.device_profile import device_type
-from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
+from lightning_cp.kernels import Grads
 
 # Bytes of K and V gathered at a time, at least one head: large enough to saturate the bandwidth and the kernel.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
-class _KeyPiece(NamedTuple):
+class KeyPiece(NamedTuple):
     """Keys of one kernel call. K and V: [b, sk, heads, d].
 
     Attributes: start: global position of the first key; negative: the keys that a sparse mask needs of other ranks.
@@ -49,95 +39,36 @@ class _KeyPiece(NamedTuple):
     start: int
     key: Tensor
     value: Tensor
-
-    @property
-    def positions(self) -> range:
-        return NEEDED if self.start < 0 else range(self.start, self.start + self.key.shape[1])
+    mask: ChunkMask
 
 
-def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
-    """Compute attention of the local queries over all keys of the ring.
+class _Slice(NamedTuple):
+    """Mask of all keys, for a slice of heads."""
 
-    Args, Returns: see `ring_forward`.
-    Ranks: all of `ring.group`. Each sends its K and V, and a key mask, n - 1 times.
-    """
-    of_queries, parts = _mask_of_all(mask, ring), []
-    for heads, pieces in _gathered(q, k, v, ring):
-        own_q = q[:, :, heads.query]
-        softmax = OnlineSoftmax(own_q, ring)
-        for keys in pieces:
-            piece_mask = mask_of(of_queries, heads, keys.positions)
-            softmax.add(attend_keys(own_q, keys.key, keys.value, piece_mask, start=keys.start, ring=ring))
-        parts.append(softmax.merged())
-    if len(parts) == 1:
-        return parts[0]
-    return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+    mask: Mask
+    heads: Heads
 
-
-def gathered_backward(
-    grad: PartialAttentionGrad,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: PartialAttention,
-    mask: Tensor | None,
-    *,
-    ring: Ring,
-) -> Grads:
-    """Compute the gradients of `gathered_forward` from its inputs and result; K and V are gathered again.
-
-    Args, Returns: see `ring_backward`.
-    Ranks: all of `ring.group`. Each sends its K, V and mask n - 1 times, and dK and dV of every other rank's keys (in
-        float32 if `accumulate_fp32`).
-    """
-    of_queries, queries = _mask_of_all(mask, ring), []
-    reducer: _GatheredGradReducer | NeededGradReducer = _GatheredGradReducer(k, ring)
-    if ring.sparse is not None:
-        reducer = NeededGradReducer(k, ring.accumulation_dtype(k.dtype), ring.sparse.needs, group=ring.process_group)
-    for heads, pieces in _gathered(q, k, v, ring):
-        own_grad, own_q, own_part = grad_of(grad, heads), q[:, :, heads.query], part_of(part, heads)
-        total: Tensor | None = None
-        piece_grads: list[tuple[int, Grads]] = []
-        for keys in pieces:
-            piece_mask = mask_of(of_queries, heads, keys.positions)
-            grads = key_grads(own_grad, own_q, keys.key, keys.value, own_part, piece_mask, start=keys.start, ring=ring)
-            if grads is None:
-                continue
-            piece_grads.append((keys.start, grads))
-            total = grads.query if total is None else total.to(ring.accumulation_dtype(q.dtype)).add_(grads.query)
-        reducer.send(heads, piece_grads)
-        queries.append(torch.zeros_like(own_q) if total is None else total)
-    dk, dv = reducer.finish()
-    dq = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
-    return Grads(dq.to(q.dtype), dk, dv)
+    def piece(self, start: int, key: Tensor, value: Tensor) -> KeyPiece:
+        places = NEEDED if start < 0 else range(start, start + key.shape[1])
+        return KeyPiece(start, key, value, mask_of(self.mask, self.heads, places))
 
 
 def gathered_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
-) -> Iterator[tuple[Heads, int, Tensor, Tensor, ChunkMask]]:
-    """Yield all keys of the ring in pieces: heads, global position of the first key, K, V and mask.
-
-    Args:
-        q: only its shape and dtype are used.
-        k, v: [b, sk_local, hk, any], with the same last dim.
-    Ranks: all of `ring.group`.
-    """
-    of_queries = _mask_of_all(mask, ring)
-    for heads, pieces in _gathered(q, k, v, ring):
-        for keys in pieces:
-            yield heads, keys.start, keys.key, keys.value, mask_of(of_queries, heads, keys.positions)
-
-
-def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_KeyPiece]]]:
-    """Yield K and V of all ranks, one slice of heads at a time; the next slice is received while this one is used.
+) -> Iterator[tuple[Heads, Iterator[KeyPiece]]]:
+    """Yield slices of heads, each with all keys of the ring in pieces; the next slice is received meanwhile.
 
     Tokens are gathered as [s, b, heads of K and of V, d], so that all keys of the ring lie in place. With a sparse mask
     only the keys that it needs are received.
+
+    Args: see `ring.ring_keys`.
+    Ranks: all of `ring.group`. Each sends its K and V, and a key mask, n - 1 times.
     """
+    of_all = _mask_of_all(mask, ring)
     if ring.sparse is not None:
         own, needs = ring.keys_of(ring.rank).start, ring.sparse.needs
         for heads, wait in needed_keys(k, v, _slices(q, k, needs.largest), needs, group=ring.process_group):
-            yield heads, _own_and_needed(_KeyPiece(own, k[:, :, heads.key], v[:, :, heads.key]), wait)
+            yield heads, _own_and_needed(_Slice(of_all, heads), own, k[:, :, heads.key], v[:, :, heads.key], wait)
         return
     slices, total = _slices(q, k, sum(ring.kv_lengths)), sum(ring.kv_lengths)
     largest = max(heads.num_keys for heads in slices)
@@ -159,20 +90,22 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Hea
         if index + 1 < len(slices):
             following = start(index + 1)
         local_keys = (k[:, :, heads.key], v[:, :, heads.key]) if index == 0 else None
-        yield heads, _pieces(received, pending, local_keys, q, ring)
+        yield heads, _pieces(_Slice(of_all, heads), received, pending, local_keys, q, ring)
         BUFFERS.give(local)
     BUFFERS.give(*buffers)
 
 
-def _own_and_needed(own: _KeyPiece, wait: Callable[[], tuple[Tensor, Tensor]]) -> Iterator[_KeyPiece]:
+def _own_and_needed(
+    of: _Slice, start: int, key: Tensor, value: Tensor, wait: Callable[[], tuple[Tensor, Tensor]]
+) -> Iterator[KeyPiece]:
     """Yield this rank's keys, to be used while the others are received, and the needed keys of other ranks."""
-    yield own
-    yield _KeyPiece(NEEDED.start, *wait())
+    yield of.piece(start, key, value)
+    yield of.piece(NEEDED.start, *wait())
 
 
 def _pieces(
-    received: Tensor, pending: Pending, local_keys: tuple[Tensor, Tensor] | None, q: Tensor, ring: Ring
-) -> Iterator[_KeyPiece]:
+    of: _Slice, received: Tensor, pending: Pending, local_keys: tuple[Tensor, Tensor] | None, q: Tensor, ring: Ring
+) -> Iterator[KeyPiece]:
     """Yield the keys of a slice, divided at the positions where causality changes for the local queries.
 
     Args: received: K and V of all ranks, once `pending` is complete. own: K and V of this rank, to be yielded first,
@@ -188,15 +121,15 @@ def _pieces(
     if local_keys is not None:
         for begin, end in pieces:
             if local.start <= begin and end <= local.stop:
-                yield _KeyPiece(begin, *(x[:, begin - local.start : end - local.start] for x in local_keys))
+                yield of.piece(begin, *(x[:, begin - local.start : end - local.start] for x in local_keys))
     pending.wait()
     keys, values = torch.split(tokens_first(received), received.shape[2] // 2, 2)
     for begin, end in pieces:
         if local_keys is None or not (local.start <= begin and end <= local.stop):
-            yield _KeyPiece(begin, keys[:, begin:end], values[:, begin:end])
+            yield of.piece(begin, keys[:, begin:end], values[:, begin:end])
 
 
-class _GatheredGradReducer:
+class GatheredGradReducer:
     """Sum every rank's dK and dV at the keys' owner; one slice is in transit while the next one is computed."""
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
@@ -245,7 +178,7 @@ class _GatheredGradReducer:
         self._pending = None
 
 
-def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
+def _slices(q: Tensor, k: Tensor, length: int) -> Sequence[Heads]:
     """Split the heads into even slices of about `SLICE_BYTES` of gathered K and V; the same on every rank."""
     bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
     return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(device_type(k), 64 << 20)))

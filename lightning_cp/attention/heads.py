@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -79,7 +80,8 @@ def head_shares(groups: MeshGroups) -> Shares | None:
     return None if groups.shares is None else tuple(sum(groups.shares[rank::degree]) for rank in range(degree))
 
 
-def slice_heads(hq: int, hk: int, count: int) -> list[Heads]:
+@lru_cache(maxsize=256)
+def slice_heads(hq: int, hk: int, count: int) -> Sequence[Heads]:
     """Split all heads into `count` even slices of whole KV heads; into hk slices if hk < count."""
     count, queries_per_key = min(hk, count) or 1, hq // hk
     return _between([index * hk // count * queries_per_key for index in range(count + 1)], queries_per_key)

@@ -1,4 +1,7 @@
-"""Attention over the keys of all ring ranks: on one rank, all-gathered, or rotated around the ring chunk by chunk."""
+"""Attention over the keys of all ring ranks: one walk over them, for the output, its gradients and its tangents.
+
+The keys are on one rank, all-gathered (`gathered.py`), or rotated around the ring chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.gathered import gathered_backward, gathered_forward, gathered_keys
+from lightning_cp.attention.gathered import GatheredGradReducer, KeyPiece, gathered_keys
 from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import (
     ChunkMask,
-    Mask,
     OnlineSoftmax,
     Ring,
     attend_keys,
@@ -21,6 +23,7 @@ from lightning_cp.attention.keys import (
     mask_of,
     part_of,
 )
+from lightning_cp.attention.sparse.needed import NeededGradReducer
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.ring_exchange import LayoutOf, RingGradReducer, rotate
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
@@ -34,19 +37,22 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
         k, v: [b, sk_local, hk, d].
         mask: [b or 1, hq or 1, 1, sk_local] (key mask) or [b or 1, hq or 1, sq_local or 1, sk_global] (query mask).
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
-    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and a key mask, and holds two
-        remote chunks; with "allgather" see `gathered_forward`.
+    Ranks: all of `ring.group`, see `ring_keys`.
     """
-    if ring.group is not None and ring.gathers:
-        return gathered_forward(q, k, v, mask, ring=ring)
-    of_queries = _query_mask(mask, ring)
     if ring.group is None:
-        part = attend_keys(q, k, v, _for_keys(of_queries, q, k, range(k.shape[1])), start=0, ring=ring)
-        return OnlineSoftmax(q, ring).merged() if part is None else part
-    softmax = OnlineSoftmax(q, ring)
-    for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
-        softmax.add(_attend_chunk(q, chunk, of_queries, owner=owner, ring=ring))
-    return softmax.merged()
+        whole = attend_keys(q, k, v, _mask_on_one_rank(q, k, mask, ring), start=0, ring=ring)
+        return OnlineSoftmax(q, ring).merged() if whole is None else whole
+    parts = []
+    for heads, pieces in ring_keys(q, k, v, mask, ring=ring):
+        own_q = q if heads.num_queries == q.shape[2] else q[:, :, heads.query]
+        softmax = OnlineSoftmax(own_q, ring)
+        for keys in pieces:
+            softmax.add(attend_keys(own_q, keys.key, keys.value, keys.mask, start=keys.start, ring=ring))
+            del keys  # its memory is reused
+        parts.append(softmax.merged())
+    if len(parts) == 1:
+        return parts[0]
+    return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
 
 def ring_backward(
@@ -66,127 +72,135 @@ def ring_backward(
         part: out and lse that `ring_forward` returned.
         q, k, v, mask: see `ring_forward`.
     Returns: dq, dk, dv of the local q, k, v, in their dtypes.
-    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV
-        (in float32 if `accumulate_fp32`); with "allgather" see `gathered_backward`.
+    Ranks: all of `ring.group`, see `ring_keys`. Each also sends dK and dV of the other ranks' keys (in float32 if
+        `accumulate_fp32`): n - 1 packets with "alltoall".
     """
     if ring.group is None:
-        of_keys = _for_keys(_query_mask(mask, ring), q, k, range(k.shape[1]))
-        grads = key_grads(grad, q, k, v, part, of_keys, start=0, ring=ring)
-        return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)) if grads is None else grads
-    backward = gathered_backward if ring.gathers else _rotated_backward
-    return backward(grad, q, k, v, part, mask, ring=ring)
+        grads = key_grads(grad, q, k, v, part, _mask_on_one_rank(q, k, mask, ring), start=0, ring=ring)
+        return Grads(*(x.new_zeros(x.shape) for x in (q, k, v))) if grads is None else grads
+    dq, reducer = _QueryGrad(q, ring), _reducer(k, ring)
 
+    def piece_grads(heads: Heads, pieces: Iterator[KeyPiece]) -> list[tuple[int, Grads]]:
+        own_grad, own_q, own_part = grad, q, part
+        if heads.num_queries < q.shape[2]:
+            own_grad, own_q, own_part = grad_of(grad, heads), q[:, :, heads.query], part_of(part, heads)
+        found = []
+        for keys in pieces:
+            grads = key_grads(own_grad, own_q, keys.key, keys.value, own_part, keys.mask, start=keys.start, ring=ring)
+            if grads is not None:
+                dq.add(heads, grads.query)
+                found.append((keys.start, grads))
+            del keys, grads
+        return found
 
-def _rotated_backward(
-    grad: PartialAttentionGrad,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: PartialAttention,
-    mask: Tensor | None,
-    *,
-    ring: Ring,
-) -> Grads:
-    """Compute `ring_backward` with K and V rotated around the ring, followed by their gradients."""
-    dq = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
-    dk, dv = (x.new_empty(x.shape, dtype=ring.accumulation_dtype(x.dtype)) for x in (k, v))
-    of_queries = _query_mask(mask, ring)
-
-    def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
-        """Compute the gradients of some heads through the local keys; initializes their dK and dV."""
-        keys = ring.keys_of(ring.rank)
-        chunk_mask = mask_of(of_queries, heads, range(len(keys)) if ring.mask_kind == "key_mask" else keys)
-        inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
-        grads = key_grads(*inputs, chunk_mask, start=keys.start, ring=ring)
-        if grads is None:
-            dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
-            return
-        dq[:, :, heads.query].add_(grads.query)
-        dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
-
-    first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    reducer = RingGradReducer(_layouts(_by_head([dk, dv]), ring), group=ring.process_group)
-    for owner, chunk in _chunks(ring, k, v, mask):
-        if owner == ring.rank:
-            add_own(first, *chunk[:2])
-            continue
-        grads = _chunk_grads(grad, q, chunk, part, of_queries, owner=owner, ring=ring)
-        if grads is None:
-            reducer.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
-            continue
-        dq.add_(grads.query)
-        reducer.add(owner, _by_head([grads.key, grads.value]))
-        del grads  # free before the next chunk's gradients are allocated
-    for heads in others:  # local keys: overlap with the last dK/dV receive
-        add_own(heads, k, v)
-    reducer.finish(_by_head([dk, dv]))
-    return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
+    for heads, pieces in ring_keys(q, k, v, mask, ring=ring, by_chunk=True):
+        reducer.send(heads, piece_grads(heads, pieces))
+    dk, dv = reducer.finish()
+    return Grads(dq.total(), dk, dv)
 
 
 def ring_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
-) -> Iterator[tuple[Heads, int, Tensor, Tensor, ChunkMask]]:
-    """Yield all keys of the ring, by `ring.rotate_method`: heads, global position of the first key, K, V and mask.
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring, by_chunk: bool = False
+) -> Iterator[tuple[Heads, Iterator[KeyPiece]]]:
+    """Yield slices of heads, each with all keys of the ring in pieces, which are valid until the next one is requested.
 
     Args:
         q: only its shape is used.
-        k, v: [b, sk_local, hk, any].
-    Ranks: all of `ring.group`.
+        k, v: [b, sk_local, hk, any], with the same last dim.
+        by_chunk: for gradients. Chunks that rotate come one by one, and this rank's in two halves of heads, first and
+            last: the last one overlaps with the last receive of dK and dV.
+    Ranks: all of `ring.group`. With "alltoall" each sends n - 1 packets of K, V and a key mask, and holds two remote
+        chunks; with "allgather" see `gathered_keys`.
     """
-    if ring.group is not None and ring.rotate_method == "allgather":
+    if ring.group is not None and ring.gathers:
         yield from gathered_keys(q, k, v, mask, ring=ring)
         return
-    heads, of_queries = _all_heads(q, k), _query_mask(mask, ring)
+    (all_heads,), of_queries = slice_heads(q.shape[2], k.shape[2], 1), mask if ring.sparse is None else ring.sparse
     if ring.group is None:
-        yield heads, 0, k, v, mask_of(of_queries, heads, range(k.shape[1]))
+        yield all_heads, iter([KeyPiece(0, k, v, _mask_on_one_rank(q, k, mask, ring))])
         return
-    for owner, chunk in _chunks(ring, k, v, mask):
+
+    def piece(owner: int, chunk: list[Tensor], heads: Heads = all_heads) -> KeyPiece:
         keys = ring.keys_of(owner)
-        yield heads, keys.start, chunk[0], chunk[1], _mask_of(q, chunk, of_queries, keys)
+        places = range(len(keys)) if len(chunk) > 2 else keys
+        chunk_mask = mask_of(chunk[2] if len(chunk) > 2 else of_queries, heads, places)
+        key, value = chunk[:2] if heads is all_heads else (x[:, :, heads.key] for x in chunk[:2])
+        return KeyPiece(keys.start, key, value, chunk_mask)
+
+    local = [k, v, *([] if mask is None or ring.mask_kind != "key_mask" else [mask])]
+    chunks = _rotated(local, ring)
+    if not by_chunk:
+        yield all_heads, (piece(owner, chunk) for owner, chunk in chunks)
+        return
+    first, *others = slice_heads(q.shape[2], k.shape[2], 2)
+    for owner, chunk in chunks:
+        heads = first if owner == ring.rank else all_heads
+        yield heads, iter([piece(owner, chunk, heads)])
+    for heads in others:
+        yield heads, iter([piece(ring.rank, local, heads)])
 
 
-def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Mask, *, owner: int, ring: Ring) -> PartialAttention | None:
-    """Compute attention of the local queries over `owner`'s chunk; None if causality hides the whole chunk."""
-    key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
-    return attend_keys(q, key, value, _mask_of(q, chunk, mask, keys), start=keys.start, ring=ring)
+def _mask_on_one_rank(q: Tensor, k: Tensor, mask: Tensor | None, ring: Ring) -> ChunkMask:
+    if ring.sparse is None:
+        return mask
+    return mask_of(ring.sparse, slice_heads(q.shape[2], k.shape[2], 1)[0], range(k.shape[1]))
 
 
-def _chunk_grads(
-    grad: PartialAttentionGrad,
-    q: Tensor,
-    chunk: list[Tensor],
-    part: PartialAttention,
-    mask: Mask,
-    *,
-    owner: int,
-    ring: Ring,
-) -> Grads | None:
-    """Compute this rank's gradients through `owner`'s chunk; None if causality hides the whole chunk."""
-    key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
-    return key_grads(grad, q, key, value, part, _mask_of(q, chunk, mask, keys), start=keys.start, ring=ring)
+class _QueryGrad:
+    """Sum of dq over pieces of the keys, without a copy if there is only one."""
+
+    def __init__(self, q: Tensor, ring: Ring) -> None:
+        self._q, self._dtype = q, ring.accumulation_dtype(q.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, heads: Heads, grad: Tensor) -> None:
+        if self._total is None and grad.shape == self._q.shape:
+            self._total = grad
+            return
+        total = self._q.new_zeros(self._q.shape, dtype=self._dtype) if self._total is None else self._total
+        self._total = total.to(self._dtype)
+        self._total[:, :, heads.query].add_(grad)
+
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._q) if self._total is None else self._total.to(self._q.dtype)
 
 
-def _mask_of(q: Tensor, chunk: list[Tensor], mask: Mask, keys: range) -> ChunkMask:
-    """Return the mask of a chunk's keys: received with the chunk (key mask), or a slice of the local query mask."""
-    return chunk[2] if len(chunk) > 2 else _for_keys(mask, q, chunk[0], keys)
+def _reducer(k: Tensor, ring: Ring) -> GatheredGradReducer | NeededGradReducer | _RotatedGradReducer:
+    """Return what sums every rank's dK and dV at the keys' owner."""
+    if not ring.gathers:
+        return _RotatedGradReducer(k, ring)
+    if ring.sparse is None:
+        return GatheredGradReducer(k, ring)
+    return NeededGradReducer(k, ring.accumulation_dtype(k.dtype), ring.sparse.needs, group=ring.process_group)
 
 
-def _query_mask(mask: Tensor | None, ring: Ring) -> Mask:
-    """Return the mask of the local queries: a sparse mask, or the tensor."""
-    return mask if ring.sparse is None else ring.sparse
+class _RotatedGradReducer:
+    """dK and dV that follow their chunks around the ring. Slices come in the order of `ring_keys(by_chunk=True)`."""
+
+    def __init__(self, k: Tensor, ring: Ring) -> None:
+        self._k, self._ring, self._step = k, ring, 0
+        self._totals = [k.new_empty(k.shape, dtype=ring.accumulation_dtype(k.dtype)) for _ in range(2)]
+        self._others = RingGradReducer(_layouts(_by_head(self._totals), ring), group=ring.process_group)
+
+    def send(self, heads: Heads, piece_grads: list[tuple[int, Grads]]) -> None:
+        owner = (self._ring.rank - self._step) % len(self._ring.kv_lengths)
+        self._step += 1
+        grads = [x for _, grads in piece_grads for x in grads[1:]]
+        if owner == self._ring.rank:
+            for index, total in enumerate(self._totals):
+                total[:, :, heads.key] = grads[index] if grads else 0
+            return
+        (b, _, *rest), length = self._k.shape, self._ring.kv_lengths[owner]
+        self._others.add(owner, _by_head(grads or [self._k.new_zeros(b, length, *rest) for _ in range(2)]))
+
+    def finish(self) -> list[Tensor]:
+        self._others.finish(_by_head(self._totals))
+        return [total.to(self._k.dtype) for total in self._totals]
 
 
-def _for_keys(mask: Mask, q: Tensor, k: Tensor, keys: range) -> ChunkMask:
-    """Slice the mask of the local queries to some keys, for all heads."""
-    return None if mask is None else mask_of(mask, _all_heads(q, k), keys)
-
-
-def _all_heads(q: Tensor, k: Tensor) -> Heads:
-    return slice_heads(q.shape[2], k.shape[2], 1)[0]
-
-
-def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
-    local = _by_head([k, v]) if mask is None or ring.mask_kind != "key_mask" else [*_by_head([k, v]), mask]
+def _rotated(local: list[Tensor], ring: Ring) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield each rank's K, V and key mask, this rank's first. Keep no other reference: their memory is reused."""
+    local = [*_by_head(local[:2]), *local[2:]]
     for owner, chunk in rotate(local, _layouts(local, ring), group=ring.process_group):
         chunk[:2] = _by_head(chunk[:2])
         yield owner, chunk

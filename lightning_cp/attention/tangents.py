@@ -80,14 +80,15 @@ def ring_tangents(
     out = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     lse = torch.zeros_like(part.lse)
     keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
-    for heads, start, key, value, chunk_mask in ring_keys(q, keys, values, mask, ring=ring):
-        primals = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
-        chunk_tangents = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
-        contribution = key_tangents(
-            primals, chunk_tangents, part.lse[:, :, heads.query], chunk_mask, start=start, ring=ring
-        )
-        if contribution is not None:
-            out[:, :, heads.query] += contribution.out
-            lse[:, :, heads.query] += contribution.lse
+    for heads, pieces in ring_keys(q, keys, values, mask, ring=ring):
+        for start, key, value, chunk_mask in pieces:
+            primals = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
+            chunk_tangents = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
+            contribution = key_tangents(
+                primals, chunk_tangents, part.lse[:, :, heads.query], chunk_mask, start=start, ring=ring
+            )
+            if contribution is not None:
+                out[:, :, heads.query] += contribution.out
+                lse[:, :, heads.query] += contribution.lse
     out -= lse.unsqueeze(-1) * part.out
     return PartialAttention(out.to(q.dtype), lse)

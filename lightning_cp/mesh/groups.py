@@ -24,8 +24,23 @@ T = TypeVar("T")
 _KEPT = 1024  # a model has a few kinds of attention and of token counts for each size of its inputs
 
 
+class Keeper:
+    """Base of objects that keep what was derived from them. Attributes: kept: values by facts, see `keep`."""
+
+    kept: dict[Hashable, Any]
+
+    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
+        """Return what was built for these facts before, or build it; kept as long as the object."""
+        value: T | None = self.kept.get(facts)
+        if value is None:
+            if len(self.kept) >= _KEPT:
+                self.kept.clear()
+            value = self.kept[facts] = build()
+        return value
+
+
 @dataclass(frozen=True, eq=False)
-class MeshGroups:
+class MeshGroups(Keeper):
     """Process groups of one mesh that this rank belongs to.
 
     Attributes:
@@ -58,15 +73,6 @@ class MeshGroups:
         if len(self.compared) >= _KEPT:
             self.compared.clear()
         self.compared.add(facts)
-
-    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
-        """Return what was built for these facts before, or build it; kept as long as the groups."""
-        value: T | None = self.kept.get(facts)
-        if value is None:
-            if len(self.kept) >= _KEPT:
-                self.kept.clear()
-            value = self.kept[facts] = build()
-        return value
 
     @property
     def context_size(self) -> int:

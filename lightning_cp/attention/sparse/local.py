@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.sparse.balance import imbalance
-from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.needed import Needs, find_needs
 from lightning_cp.attention.sparse.runs import KernelFor, attend_runs, attend_runs_backward
 from lightning_cp.attention.sparse.tiles import Tiles, tiles_of
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
+from lightning_cp.mesh.groups import Keeper
 
 NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
 _log = logging.getLogger("lightning_cp")

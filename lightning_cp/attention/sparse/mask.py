@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.tables import MaskMod, call_mask_mod, dense_table, table_of
 from lightning_cp.comm.shards import checked_order
 from lightning_cp.errors import ShapeError
+from lightning_cp.mesh.groups import Keeper
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 MASK = "_lightning_cp_mask"  # attribute of a BlockMask, and of a handle: its SparseMask

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.sparse.kept import Keeper
 from lightning_cp.attention.sparse.mask import EMPTY, FULL, PARTIAL, SparseMask
 from lightning_cp.attention.sparse.tables import EVALUATED, all_of, any_of
+from lightning_cp.mesh.groups import Keeper
 
 CUDA_TILE = 128  # of the CUDA kernel
 
