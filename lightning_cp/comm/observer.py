@@ -1,4 +1,4 @@
-"""The seam for those who watch transfers: dry runs count them, and the check for races follows their buffers."""
+"""The seam for dry runs, which count transfers."""
 
 from __future__ import annotations
 

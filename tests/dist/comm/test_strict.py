@@ -14,6 +14,7 @@ import pytest
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from tests.dist.attention.test_exactness import problems
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipelines.test_pipe_stages import _failing
 from tests.dist.problems import check_exact
 from tests.dist.strategies import test_fabric_strategy, test_sharded
 from tests.harness import RankPool
@@ -84,7 +85,7 @@ _PIPELINES: dict[str, tuple[str, int, Any, Any, Any]] = {
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}, {}),
     "experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}, {}),
 }
-_DEFAULT = ("prompts",)
+_DEFAULT = ("prompts", "patches")
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,10 @@ def test_sampling(run_ranks: RankPool, case: str) -> None:
     name, world, degrees, settings, inputs = _PIPELINES[case]
     for error in run_ranks(world, _sample, name, degrees, settings, inputs, strict=_STRICT):
         assert error < 1e-12
+
+
+@pytest.mark.full
+def test_a_stage_that_fails_leaves_no_rank_waiting(run_ranks: RankPool) -> None:
+    for raised, errors in run_ranks(3, _failing, "flux", {"patches": 3}, {}, [5], strict=_STRICT):
+        assert len(raised) == 3
+        assert errors == [0] * 3

@@ -14,6 +14,13 @@ from tests.harness import RankFailure, RankPool
 from tests.harness.strict import Strict
 
 _SERIAL = Strict(serial=True)
+_KEPT: list[Tensor] = []
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Keep a buffer, as a caller must until the wait."""
+    _KEPT.append(tensor)
+    return tensor
 
 
 def _start(rank: int, world: int, sent: Tensor, received: Tensor, group: Any = None) -> list[Any]:
@@ -21,8 +28,8 @@ def _start(rank: int, world: int, sent: Tensor, received: Tensor, group: Any = N
     group = group or dist.group.WORLD
     return dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % world),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % world),
+            dist.P2POp(dist.isend, _kept(sent), group=group, group_peer=(rank + 1) % world),
+            dist.P2POp(dist.irecv, _kept(received), group=group, group_peer=(rank - 1) % world),
         ]
     )
 
@@ -174,11 +181,11 @@ def _crossed_sends(rank: int, world: int, fault: bool) -> None:
 def _crossed_pairs(rank: int, world: int, fault: bool) -> None:
     """Outside of a batch, the first transfer of a pair blocks the host, also with `isend`."""
     if rank < 2 and (fault or rank == 0):
-        send = dist.isend(torch.ones(3), 1 - rank)
-        receive = dist.irecv(torch.ones(3), 1 - rank) if fault else None
+        send = dist.isend(_kept(torch.ones(3)), 1 - rank)
+        receive = dist.irecv(_kept(torch.ones(3)), 1 - rank) if fault else None
         _wait([x for x in (send, receive) if x is not None])
     elif rank < 2:
-        dist.recv(torch.ones(3), 0)
+        dist.recv(_kept(torch.ones(3)), 0)
 
 
 def _result_before_input(rank: int, world: int, fault: bool) -> None:
@@ -192,8 +199,8 @@ def _result_before_input(rank: int, world: int, fault: bool) -> None:
     send = dist.isend if rank == 0 else dist.irecv
     receive = dist.irecv if rank == 0 else dist.isend
     operations = [
-        dist.P2POp(send, torch.ones(3), group=links, group_peer=1 - rank),
-        dist.P2POp(receive, torch.ones(3), group=results, group_peer=1 - rank),
+        dist.P2POp(send, _kept(torch.ones(3)), group=links, group_peer=1 - rank),
+        dist.P2POp(receive, _kept(torch.ones(3)), group=results, group_peer=1 - rank),
     ]
     if fault and rank == 0:
         operations.reverse()

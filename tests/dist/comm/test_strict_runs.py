@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dist.comm.test_strict_faults import _start, _wait
+from tests.dist.comm.test_strict_faults import _kept, _start, _wait
 from tests.harness import RankFailure, RankPool
 from tests.harness.strict import Coordinator, Strict, coordinator
 from tests.harness.strict.left_out import LEFT_OUT
@@ -25,10 +25,10 @@ def _vote_after_a_send(rank: int, world: int) -> None:
     control: Any = dist.new_group(backend="gloo")
     _wait(_start(rank, world, torch.ones(1), torch.ones(1)))
     if rank == 0:
-        _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), group_peer=1)]))
+        _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, _kept(torch.ones(3)), group_peer=1)]))
     dist.all_reduce(torch.ones(1), group=control)
     if rank == 1:
-        _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(3), group_peer=0)]))
+        _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, _kept(torch.zeros(3)), group_peer=0)]))
 
 
 def test_the_host_goes_on_after_a_send_if_it_is_set(run_ranks: RankPool) -> None:

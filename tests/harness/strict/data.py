@@ -28,10 +28,24 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def memory(tensor: Tensor) -> Bytes:
-    """Return the bytes of a dense tensor, as a view. No operator runs, so no mode sees it."""
+def _unwrapped(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):  # of torch.func.jvp
         tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return _unwrapped(tensor).untyped_storage()
+
+
+def is_ours_alone(storage: torch.UntypedStorage) -> bool:
+    """Return True if no tensor has this storage any more."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1
+
+
+def memory(tensor: Tensor) -> Bytes:
+    """Return the bytes of a dense tensor, as a view. No operator runs, so no mode sees it."""
+    tensor = _unwrapped(tensor)
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     if tensor.numel() and span != tensor.numel():
         raise StrictError(f"a tensor of shape {list(tensor.shape)} with strides {tensor.stride()} is not dense")

@@ -176,7 +176,7 @@ class StrictGroup(dist.ProcessGroup):
             "data": tuple(bytes_of([x]) if is_send else None for is_send, _, x in parts),
         }
         uses = uses if communicator else [FirstUse(self._name, self._ranks), *uses]
-        return self._link.post(fields, uses, reads, writes, write_each)
+        return self._link.post(fields, uses, reads, writes, None)
 
     def _alone(self, is_send: bool, peer: int, tensor: Tensor) -> StrictWork:
         """Outside of a batch, NCCL's group of torch has a communicator for each pair."""

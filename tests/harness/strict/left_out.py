@@ -11,5 +11,4 @@ LEFT_OUT = {
     ),
     "tests/dist/comm/test_stall.py::test_a_stalled_forward_is_reported_by_every_waiting_rank": _FRAMES,
     "tests/dist/comm/test_stall.py::test_a_stalled_backward_is_reported_with_the_module_of_its_forward": _FRAMES,
-    "tests/dist/comm/test_stall.py::test_rank_zero_reports_peers_that_wait_for_it": _FRAMES,
 }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness.strict import messages
-from tests.harness.strict.data import memory, overlap
+from tests.harness.strict.data import is_ours_alone, memory, overlap, storage_of
 from tests.harness.strict.messages import FirstUse, Operation, Strict, StrictError
 from tests.harness.strict.stacks import look, where
 
@@ -35,11 +35,12 @@ class StrictWork(dist.Work):
         operation: Operation,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        fill: Fill,
+        fill: Fill | None,
     ) -> None:
         super().__init__()
         self.operation, self.done, self.released = operation, threading.Event(), threading.Event()
-        self._link, self._fill, self._held = link, fill, (list(reads), list(writes))
+        self._link, self._fill, self._written = link, fill, list(writes) if fill is not None else []
+        self._storages = [storage_of(x) for x in (*reads, *writes)]
         self.writes = [memory(x) for x in writes]
         self.reads = [x for x in map(memory, reads) if not any(overlap(x, y) for y in self.writes)]
         self._copies = [x.copy() for x in self.reads]
@@ -61,13 +62,19 @@ class StrictWork(dist.Work):
             if self not in self._link.running or self._link.fault:
                 return
             self._link.running.discard(self)
+            self._link._unread.pop(self.operation.number, None)
         if any(np.any(x != _FILL) for x in self.writes):
             raise StrictError(f"a receive buffer was written to before wait: {self.operation}")
         if any(np.any(x != y) for x, y in zip(self.reads, self._copies, strict=True)):
             raise StrictError(f"a send buffer was changed before wait: {self.operation}")
-        if self.writes:
-            self._fill(self._held[1], self._data)
-        self._held = ([], [])
+        if self._fill is None and any(map(is_ours_alone, self._storages)):
+            raise StrictError(f"a buffer was freed before wait: {self.operation}")
+        if self._fill is not None and self.writes:
+            self._fill(self._written, self._data)
+        elif self.writes:
+            for x, received in zip(self.writes, self._data, strict=True):
+                x[:] = np.frombuffer(received or b"", np.uint8)
+        self._written, self._storages = [], []
 
     def complete(self, data: Sequence[bytes | None]) -> None:
         """Note that the operation is done, or that a fault was found; in the thread that receives messages."""
@@ -86,7 +93,7 @@ class StrictWork(dist.Work):
             return self._future
 
     def _complete_future(self) -> None:
-        written = self._held[1]
+        written = self._written
         try:
             self._finish()
         except StrictError as fault:
@@ -101,7 +108,7 @@ class StrictWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         """Return the receive buffers."""
-        return self._held[1]
+        return self._written
 
 
 class Link:
@@ -110,7 +117,8 @@ class Link:
     def __init__(self, address: str, rank: int, strict: Strict) -> None:
         self.strict, self.rank = strict, rank
         self.lock = threading.RLock()
-        self.running = WeakSet[StrictWork]()  # a work that is done may be dropped without `wait`
+        self.running = WeakSet[StrictWork]()  # a collective that is done may be dropped without `wait`
+        self._unread: dict[int, StrictWork] = {}  # transfers that receive, until `wait`
         self.fault = ""
         self._works: dict[int, StrictWork] = {}
         self._used: set[FirstUse] = set()
@@ -126,6 +134,8 @@ class Link:
 
     def close(self, *, error: bool) -> None:
         """End the job. Args: error: the function has failed on this rank."""
+        if not (error or self.fault) and self._unread:
+            self._send(messages.Failed(f"never waited for: {next(iter(self._unread.values())).operation}"))
         self._send(messages.Ended(error))
         for thread in self._threads:
             thread.join()
@@ -137,13 +147,14 @@ class Link:
         first_uses: Sequence[FirstUse],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        fill: Fill,
+        fill: Fill | None,
     ) -> StrictWork:
         """Post an operation, and block the host until what it uses for the first time is used on all members.
 
         Args:
             operation: fields of `Operation`, except its number, first uses and place.
-            first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them.
+            first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them; None for
+                transfers, whose buffers the caller must keep until `wait`.
         """
         with self.lock:
             if self.fault:  # the coordinator would not run it
@@ -156,6 +167,8 @@ class Link:
             self._check_buffers(work)
             self.running.add(work)
             self._works[number] = work
+            if fill is None and writes:
+                self._unread[number] = work
             self._send(posted)
         if new:
             self.block(work, for_first_use=True)
