@@ -60,7 +60,7 @@ def _nothing_fits(result: Plan) -> str:
     others = plan(replace(result.request, fixed={"data": data}))
     if others.best is None:
         return result.reason
-    return f"{result.reason.partition('; ')[0]}; {described(others.best.layout)} would fit"
+    return f"{result.reason.partition('. ')[0]}; {described(others.best.layout)} would fit"
 
 
 def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, get_args
@@ -41,7 +41,6 @@ class Request:
         pipeline: encoders and VAE of the model, for sampling; None: not planned.
         stages: which components of a pipeline are on the device: see `parallelize_pipeline`.
         mlp_tiles: see `engine.apply.parallelize`.
-        of_one_sample: returns this request with one sample a step; None: not known.
         num_inference_steps: steps of a sample; None: the default of its pipeline.
     Raises: ValueError: an invalid value.
     """
@@ -61,7 +60,6 @@ class Request:
     pipeline: Pipeline | None = None
     stages: Placement = "together"
     mlp_tiles: int | str | None = None
-    of_one_sample: Callable[[], Request] | None = field(default=None, compare=False)
     num_inference_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -150,8 +148,6 @@ class Choice:
             sample.
         peak: bytes at the peak of memory, by category.
         sent: bytes that a rank sends, by communicator.
-        measured_s: seconds of a real step; None: not measured.
-        failure: why it could not be measured; "" if it could, or was not.
         stages: stages of a sample, if a pipeline is planned; `peak` is then the highest of their peaks.
     """
 
@@ -161,8 +157,6 @@ class Choice:
     peak: dict[str, int]
     flops: int
     sent: dict[str, int]
-    measured_s: float | None = None
-    failure: str = ""
     stages: tuple[SampleStage, ...] = ()
 
     @property
@@ -174,12 +168,6 @@ class Choice:
     def peak_bytes(self) -> int:
         """Bytes at the peak of memory."""
         return sum(self.peak.values())
-
-    @property
-    def measured_sample_s(self) -> float:
-        """Measured seconds per sample and step, see `sample_s`. Only for a layout that was measured."""
-        assert self.measured_s is not None, "the layout was not measured"
-        return self.measured_s * self.sample_s / self.times.seconds
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,27 @@ import torch
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.pipelines.placement.sharding import layers_with_weights
-from lightning_cp.planning.changes import Change, what_is_missing
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_run import UntraceableError
 from lightning_cp.planning.dry_runs import DryRuns
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
 from lightning_cp.planning.pipeline.stages import with_stages
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import time_step
 
 OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
+_ADVICE = {
+    "train": "Try lora.rank=16, mlp_tiles=auto, a smaller batch_size or size, or more ranks",
+    "sample": "Try stages=offload, pipe.vae.enable_tiling(), a smaller size, or more ranks",
+}
 
 
-def plan(request: Request, runs: DryRuns | None = None, *, advise: bool = True) -> Plan:
+def plan(request: Request, runs: DryRuns | None = None) -> Plan:
     """Search all layouts of the ranks.
 
-    Args:
-        runs: dry runs that are shared with other requests for the same model; None: not shared.
-        advise: if nothing fits, search a change that would.
-
+    Args: runs: dry runs that are shared with other requests for the same model; None: not shared.
     Raises: ValueError: the model has no plan, its forward cannot be traced, or no layout is possible for it.
     """
     search = _Search(request, runs or DryRuns())
@@ -46,7 +46,7 @@ def plan(request: Request, runs: DryRuns | None = None, *, advise: bool = True) 
         first = search.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
     choices, equal = ranked(search.choices)
-    reason = why(choices, equal, request) if choices else search.what_is_missing(advise=advise)
+    reason = why(choices, equal, request) if choices else search.what_is_missing()
     return Plan(request, choices, equal, tuple(search.excluded), reason)
 
 
@@ -138,10 +138,12 @@ class _Search:
         self._seen[layout] = choice
         return choice
 
-    def what_is_missing(self, *, advise: bool) -> str:
-        """Return the missing memory, and the cheapest change that would fit. Args: advise: search the change."""
-        fits = _fits if advise else None
-        return what_is_missing(self.request, self.excluded, fits, can_checkpoint=self.can_checkpoint)
+    def what_is_missing(self) -> str:
+        """Return how much memory the layout lacks that needs the least, and what usually helps."""
+        request, found = self.request, closest(self.excluded)
+        least, stage = "at least " if found.is_least else "", f" to {found.stage}" if found.stage else ""
+        missing = f"{least}{request.missing_gb(found):.3g} GB more than {request.memory:.4g} GB{stage}"
+        return f"nothing fits: {described(found.layout)} needs {missing}. {_ADVICE[request.task]}"
 
     def _too_large(self, layout: Layout, needed: float, *, stage: str = "", is_least: bool = False) -> None:
         request = self.request
@@ -184,20 +186,6 @@ class _Search:
             if is_lighter and any(x.sample_s > factor * y.sample_s for y in smaller if _divides(y.layout, x.layout)):
                 return f"ring {x.layout.ring} × ulysses {x.layout.ulysses} is already slower than smaller degrees"
         return None
-
-
-def _fits(change: Change) -> bool:
-    """Return True if a layout with a change fits."""
-    request, layout = change.request, change.layout
-    if problem_of(layout, request.model) is not None:
-        return False
-    search = _Search(request, DryRuns())
-    if search.least_bytes(layout) > request.available:
-        return False
-    try:
-        return search.run(layout).peak_bytes <= request.available
-    except ValueError:  # the change is not possible for this model
-        return False
 
 
 def _divides(a: Layout, b: Layout) -> bool:

@@ -25,7 +25,7 @@ from rich.console import Console
 from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
-from lightning_cp.launch import Failure, Job, LocalLauncher, Machine
+from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.launch.scratch import temporary_folder
 
@@ -94,10 +94,6 @@ def check_benchmark(config: DictConfig) -> str:
     """Describe what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
         return check_stages(config)
-    if "validation" in config:
-        from lightning_cp.app.planning.validation import check_validation
-
-        return check_validation(config)
     if "long_clips" in config:
         from lightning_cp.app.benchmark.long_clips.run import check_long_clips
 
@@ -196,19 +192,6 @@ def calibrate_device(config: DictConfig, folder: Path) -> None:
     print(f"use it with: lightning-cp plan gpu={result} …")
 
 
-def validate_plans(config: DictConfig, folder: Path) -> None:
-    """Measure the configurations of bench=planning, and compare their times with the predicted ones."""
-    from lightning_cp.app.planning import validation
-
-    result = validation.validate(config, folder)
-    if isinstance(result, Failure):
-        print(f"error: {result.describe()}", file=sys.stderr)
-        sys.exit(result.exit_code)
-    written = validation.write(result, folder)
-    print(written[0].read_text(encoding="utf-8"))
-    print(", ".join(str(path) for path in written))
-
-
 def _real_workloads(config: DictConfig) -> list[str]:
     """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
     return [x for x in config.workloads if x not in ONE_PROCESS]
@@ -230,9 +213,6 @@ def main(config: DictConfig) -> None:
         return
     if "stages" in config:
         run_gpu_stages(config, folder)
-        return
-    if "validation" in config:
-        validate_plans(config, folder)
         return
     if "long_clips" in config:
         from lightning_cp.app.benchmark.long_clips.run import run_long_clips

@@ -43,9 +43,6 @@ def table(plan: Plan, rows: int) -> Table:
         *(["peak in"] if request.pipeline else []),
     ):
         shown.add_column(column, justify="left" if column in ("", "layout", "bound", "peak in") else "right")
-    was_measured = any(x.measured_s is not None or x.failure for x in plan.choices)
-    if was_measured:
-        shown.add_column("measured, ms", justify="right")
     for number, choice in enumerate(plan.choices[:rows]):
         parts = choice.times.by_bound
         links = sum(value for name, value in parts.items() if name not in ("compute", "host"))
@@ -60,7 +57,6 @@ def table(plan: Plan, rows: int) -> Table:
             *shares,
             f"{sum(choice.sent.values()) / GB:.2f}",
             *([choice.stage] if request.pipeline else []),
-            *([_measured(choice)] if was_measured else []),
         )
     return shown
 
@@ -68,13 +64,9 @@ def table(plan: Plan, rows: int) -> Table:
 def notes(plan: Plan) -> list[str]:
     """Return the lines below the table: the rest, why layouts are excluded, and how far times can be believed."""
     device, lines = plan.request.device, []
-    is_measured = plan.best is not None and plan.best.measured_s is not None
-    if plan.equal > 1 and is_measured:
-        lines.append("= within 5 % of the fastest measured: the simplest one is chosen")
-    elif plan.equal > 1:
+    if plan.equal > 1:
         lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
     lines += _stage_lines(plan)
-    lines += [f"{described(x.layout)} failed: {x.failure}" for x in plan.choices if x.failure]
     reasons = Counter(_kind(x.reason) for x in plan.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
     if plan.request.task == "train" and any(x.layout.sharded for x in plan.choices):
@@ -102,12 +94,6 @@ def _stage_lines(plan: Plan) -> list[str]:
         times = f"encode {encode:.3g} s + {request.steps} × {step:.3g} s + decode {decode:.3g} s"
         lines.append(f"→ time of a sample: {times} = {total:.3g} s")
     return lines
-
-
-def _measured(choice: Choice) -> str:
-    if choice.failure:
-        return "failed"
-    return "" if choice.measured_s is None else f"{1e3 * choice.measured_s:,.1f}"
 
 
 def _kind(reason: str) -> str:
@@ -145,8 +131,6 @@ def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
         "layout": asdict(choice.layout),
         "overrides": plan.request.overrides(choice.layout),
         "step_s": choice.times.seconds,
-        "measured_s": choice.measured_s,
-        "failure": choice.failure or None,
         "sample_s": choice.sample_s,
         "bound": choice.times.bound,
         "seconds_by_bound": choice.times.by_bound,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -66,32 +64,8 @@ def request_of(config: DictConfig) -> Request:
         pipeline=_pipeline_of(config, found) if config.task == "sample" and config.components else None,
         stages=config.stages,
         mlp_tiles=config.mlp_tiles,
-        of_one_sample=partial(request_of, cast("DictConfig", OmegaConf.merge(config, {"batch_size": 1}))),
         num_inference_steps=config.num_inference_steps,
     )
-
-
-def scaling_of(config: DictConfig) -> tuple[Request, list[Device], list[int]] | None:
-    """Return the first request, the devices and the numbers of ranks of a scaling table; None: one plan.
-
-    Raises: ValueError: see `request_of`.
-    """
-    gpu = config.gpu if OmegaConf.is_dict(config.gpu) else OmegaConf.create({"name": config.gpu})
-    names = gpu.name
-    if not OmegaConf.is_list(config.ranks) and not OmegaConf.is_list(names):
-        return None
-    ranks, gpus = ([*x] if OmegaConf.is_list(x) else [x] for x in (config.ranks, names))
-    for name, values in (("ranks", ranks), ("gpu.name", gpus)):
-        if not values:
-            raise SettingsError(f"{name}=[] must have at least one entry")
-    if config.measure:
-        raise SettingsError(f"measure={config.measure} is for one plan: give one number of ranks and one device")
-    first = {"ranks": ranks[0], "gpu": OmegaConf.merge(gpu, {"name": gpus[0]})}
-    request = request_of(cast("DictConfig", OmegaConf.merge(config, first)))
-    devices = [device_of(OmegaConf.merge(gpu, {"name": name})) for name in gpus]
-    for number in ranks:
-        replace(request, ranks=number)  # checks it
-    return request, devices, ranks
 
 
 def model_of(config: DictConfig, components: Components | None) -> PlannedModel:

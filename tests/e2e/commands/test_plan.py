@@ -128,9 +128,7 @@ def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
         pytest.param(["+config.num_layres=4"], "no such entry, use num_layers", marks=pytest.mark.full),
         pytest.param(["+config.num_layers=many"], "cannot be built with this configuration", marks=pytest.mark.full),
         pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
-        pytest.param(["measure=x"], "measure=x must be an integer", marks=pytest.mark.full),
         pytest.param(["stages=offload"], "stages=offload is for task=sample", marks=pytest.mark.full),
-        pytest.param(["ranks=[1,2]", "measure=1"], "measure=1 is for one plan", marks=pytest.mark.full),
         pytest.param(["fixed.ring=3"], "no layout of 8 ranks has these degrees", marks=pytest.mark.full),
     ],
 )
@@ -140,45 +138,6 @@ def test_invalid_settings_are_refused_in_one_line(settings: list[str], message: 
     assert len(done.stderr.splitlines()) == 1
     assert message in done.stderr
     assert done.stdout == ""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [
-        (["task=train"], 2),
-        (["task=train", "fixed.sharded=true", "fixed.checkpointing=full"], 2),
-        (["task=train", "lora.rank=2", "precision=bf16-mixed"], 2),
-        (["task=train", "measure=1"], 1),
-        (["task=sample", "guidance=true"], 2),
-        (["task=sample", "fixed.sharded=true"], 3),
-    ],
-)
-def test_the_best_layouts_are_run_and_the_fastest_is_chosen(settings: list[str], ranks: int, tmp_path: Path) -> None:
-    done = _plan(tmp_path, *_SMALL, f"ranks={ranks}", "measure=2", *settings, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, *others = _read(tmp_path)["choices"]
-    times = [x["measured_s"] * x["sample_s"] / x["step_s"] for x in (first, *others) if x["measured_s"]]
-    assert times[0] > 0
-    assert times[0] <= 1.05 * min(times)
-    assert "measured, ms" in done.stdout
-    assert f"{1e3 * first['measured_s']:,.1f} ms a step (predicted {1e3 * first['step_s']:,.1f} ms)" in done.stdout
-    if len(others) > 1:
-        assert len(times) == 2
-
-
-@pytest.mark.full
-def test_a_layout_that_fails_is_shown_and_the_next_is_taken(tmp_path: Path) -> None:
-    on_ranks = "torch.distributed.is_initialized() and torch.distributed.get_backend() == 'gloo'"
-    fails = f"    if {on_ranks}:\n        raise MemoryError('no room')\n    return Mine()\n"
-    (tmp_path / "mine.py").write_text(_OWN.replace("model = Mine\n", f"def model():\n{fails}\n"))
-    files = ("model=mine.py", "plan=mine.py", "gpu=cpu", "ranks=2", "measure=1", "fixed.data=1", "hydra.run.dir=run")
-    done = _plan(tmp_path, *files, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    tried = [x for x in _read(tmp_path)["choices"] if x["failure"]]
-    assert len(tried) == 2
-    assert all("no room" in x["failure"] for x in tried)
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.full
@@ -199,30 +158,3 @@ def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
     assert device["source"] == "measured"
     rates = ("tflops", "attention_share", "shards_share", "memory_gbs", "link_gbs", "call_us")
     assert all(device[name] > 0 for name in rates)
-
-
-@pytest.mark.full
-def test_predicted_times_are_compared_with_measured_ones(tmp_path: Path) -> None:
-    small = ("+validation.models.tiny={model: wan_tiny}", "~validation.models.flux", "~validation.models.sd3")
-    command = [sys.executable, str(_ROOT / "recipes" / "bench.py"), "bench=planning", "ranks=[2]", "repeats=1"]
-    done = warm.run([*command, *small, "~validation.models.wan", "hydra.run.dir=run"], cwd=tmp_path, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "run" / "planning.json").read_text(encoding="utf-8"))
-    assert len(found["rows"]) == 9
-    assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in found["rows"])
-    assert found["devices"][0]["source"] == "measured"
-    page = (tmp_path / "run" / "planning.md").read_text(encoding="utf-8")
-    assert "9 configurations: median error" in page
-    assert "| tiny | sample | 2 | ring 2, rotated |" in page
-    refused = warm.run([*command, "ranks=[3]"], cwd=tmp_path, timeout=150)
-    assert "ranks=[3] must be some of [1, 2, 4]" in refused.stderr
-
-
-def test_lists_of_ranks_and_devices_write_a_scaling_table(tmp_path: Path) -> None:
-    lists = "model=wan_tiny", "task=sample", "ranks=[1,2]", "gpu.name=[l40s,h100]", "hydra.run.dir=run"
-    done = _plan(tmp_path, *lists)
-    assert done.returncode == 0, done.stderr
-    assert "H100 80 GB: cfg pays up to 2, the most that was planned" in done.stdout
-    assert {"scaling.json", "scaling.md", "scaling.png"} <= {x.name for x in (tmp_path / "run").iterdir()}
-    found = json.loads((tmp_path / "run" / "scaling.json").read_text(encoding="utf-8"))
-    assert [len(x["rows"]) for x in found] == [2, 2]

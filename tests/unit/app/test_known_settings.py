@@ -66,7 +66,6 @@ def test_an_unknown_setting_of_train_is_refused_by_name(overrides: str, expected
         ("precompute", "model.pretrained=a data.path=b"),
         ("plan", "model=flux_dev +config.num_layers=4 +models.mine.class=X +gpu.tflops=3"),
         *(("bench", f"bench={path.stem}") for path in sorted((CONF / "bench/bench").glob("*.yaml"))),
-        ("bench", "bench=planning +validation.models.tiny.model=wan_tiny"),
         ("check", "model=a.py"),
         ("check_family", "pretrained=a"),
     ],

@@ -89,8 +89,7 @@ def test_a_full_disk_is_one_line_after_the_table(
 ) -> None:
     found: Any = mock.Mock()
     monkeypatch.setattr(search, "plan", lambda request: found)
-    for name, value in (("request_of", mock.Mock()), ("scaling_of", None)):
-        monkeypatch.setattr(command, name, lambda config, value=value: value)
+    monkeypatch.setattr(command, "request_of", mock.Mock())
     shown = {
         "table": lambda *_: "the table",
         "notes": lambda _: ["a note"],
@@ -100,7 +99,7 @@ def test_a_full_disk_is_one_line_after_the_table(
     for name, function in shown.items():
         monkeypatch.setattr(report, name, function)
     monkeypatch.setattr(report, written, mock.Mock(side_effect=OSError("plan could not be written: No space left")))
-    assert command.run(OmegaConf.create({"rows": 3, "measure": 0}), tmp_path) == 1
+    assert command.run(OmegaConf.create({"rows": 3}), tmp_path) == 1
     printed = capsys.readouterr()
     assert "the table" in printed.out
     assert "error: plan could not be written: No space left" in printed.out + printed.err

@@ -153,17 +153,7 @@ def test_if_nothing_fits_the_missing_memory_and_a_change_are_named() -> None:
     found = plan(request)
     assert found.best is None
     assert found.reason.startswith("nothing fits: one rank needs ")
-    assert "lora.rank=16 would fit (one rank, full checkpointing)" in found.reason
-    none = plan(replace(request, memory_gb=weights / 1e12))
-    assert "none of these would fit: mlp_tiles=auto, lora.rank=16, ranks=2, ranks=4, ranks=8" in none.reason
-
-
-@pytest.mark.full
-def test_more_ranks_are_named_if_they_fit() -> None:
-    model = _model(ffn_dim=4096, num_layers=12)
-    weights = 2 * sum(x.numel() for x in model.build().parameters())
-    request = Request(model, 2, H100, task="sample", memory_gb=0.6 * weights / 1e9, reserved_gb=0)
-    assert "ranks=4 would fit (ring 2 × ulysses 2, sharded)" in plan(request).reason
+    assert "Try lora.rank=16" in found.reason
 
 
 def test_guidance_costs_a_second_forward_unless_ranks_divide_it() -> None:
@@ -203,7 +193,7 @@ def test_the_fastest_layout_is_that_of_an_exhaustive_search(task: Any) -> None:
                 steps[layout] = step.peak_bytes, time_step(step, device).seconds * forwards
         peaks = sorted(peak for peak, _ in steps.values())
         for memory in (0.9 * peaks[0], *(1.02 * peak for peak in peaks[:: max(1, len(peaks) // 12)]), 2 * peaks[-1]):
-            best = plan(replace(request, memory_gb=memory / 1e9), runs, advise=False).fastest
+            best = plan(replace(request, memory_gb=memory / 1e9), runs).fastest
             expected = min((seconds for peak, seconds in steps.values() if peak <= memory), default=None)
             if expected is None:
                 assert best is None

@@ -200,12 +200,3 @@ def test_a_large_vae_is_traced_within_20_seconds() -> None:
     step = dry_run_component(vae, 4, device=H100.profile(), dtype=torch.bfloat16)
     assert time.process_time() - started < 20
     assert step.peak["activations"] > 2 << 30
-
-
-@pytest.mark.full
-def test_offload_is_named_if_it_fits() -> None:
-    request = _request(_pipeline())
-    together, offload = (predicted(replace(request, stages=x), Layout()).peak_bytes for x in ("together", "offload"))
-    assert offload < together
-    found = plan(replace(request, memory_gb=(together + offload) / 2e9))
-    assert found.reason.endswith("; stages=offload would fit (one rank)")
