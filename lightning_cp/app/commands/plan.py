@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from lightning_cp.app import terminal
 from lightning_cp.app.planning.settings import request_of
 from lightning_cp.app.runs.command import command
+from lightning_cp.app.runs.sweep import in_sweep
 from lightning_cp.app.terminal import print_error, printable, rich_text
 from lightning_cp.compat.packages import missing_package
 
@@ -54,7 +55,7 @@ def run(config: DictConfig, folder: Path) -> int:
 
 @command("plan", "plan")
 def main(config: DictConfig) -> None:
-    """Plan, and exit with the code of the result if it is not 0."""
+    """Plan, and exit with the code of the result if it is not 0; a multirun goes on where nothing fits."""
     code = run(config, Path(HydraConfig.get().runtime.output_dir))
-    if code:
+    if code and not (code == 1 and in_sweep()):
         sys.exit(code)

@@ -158,3 +158,13 @@ def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
     assert device["source"] == "measured"
     rates = ("tflops", "attention_share", "shards_share", "memory_gbs", "link_gbs", "call_us")
     assert all(device[name] > 0 for name in rates)
+
+
+def test_a_multirun_ends_with_a_table_of_its_choices(tmp_path: Path) -> None:
+    found = _plan(tmp_path, "-m", *_SMALL[:2], "ranks=1,2", "memory_gb=2.0001,4", "hydra.sweep.dir=run")
+    assert found.returncode == 0, found.stderr
+    table = found.stdout.partition("choices\n")[2] or found.stdout.partition("choices ")[2]
+    rows = [line for line in table.splitlines() if "wan_tiny" in line]
+    assert len(rows) == 4
+    assert [("nothing fits" in row) for row in rows] == [True, False, True, False]
+    assert "strategy=cp" in rows[3]
