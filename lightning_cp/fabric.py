@@ -21,10 +21,10 @@ from lightning_cp.strategies.auto_degrees import Example
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
+from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.ranks.launchers import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.sample_counts import is_world, sum_once
-from lightning_cp.strategies.weights.initial import move_values
 
 
 class _FabricMixin(ContextParallelMixin):

@@ -30,11 +30,15 @@ from lightning_cp.strategies.auto_degrees import Example
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
-from lightning_cp.strategies.ranks.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
-from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
-from lightning_cp.strategies.trainer_samplers import batches_taken, keep_samplers
-from lightning_cp.strategies.weights.trainer import SharesLateWeights
+from lightning_cp.strategies.trainer import (
+    KeepsRandomStates,
+    MultiProcessingLauncher,
+    ScriptLauncher,
+    SharesLateWeights,
+    batches_taken,
+    keep_samplers,
+)
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

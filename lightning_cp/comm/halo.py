@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack_tensors, packet_bytes, piece_of, unpack_tensors
-from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.comm.packet import Piece, all_gather_packets, pack_tensors, packet_bytes, piece_of, unpack_tensors
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name

@@ -7,8 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack_tensors, piece_of, unpack_tensors
-from lightning_cp.comm.packets import all_gather_tensors
+from lightning_cp.comm.packet import Piece, all_gather_tensors, pack_tensors, piece_of, unpack_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
 from lightning_cp.errors import PeerMismatchError, ShapeError

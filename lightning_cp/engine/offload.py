@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.comm.side_stream import SideStream
+from lightning_cp.comm.background import SideStream
 from lightning_cp.compat.dispatch_names import address_of
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.side_stream import SideStream
+from lightning_cp.comm.background import SideStream
 from lightning_cp.comm.to_device import to_device
 
 _Place = tuple[nn.Module, str]  # a module and the name of its weight

@@ -7,13 +7,10 @@ from torch import Tensor
 from lightning_cp.config import KERNEL_NAMES
 from lightning_cp.device_profile import device_type
 from lightning_cp.errors import KernelError
-from lightning_cp.kernels.cpu_flash import CpuFlashKernel
-from lightning_cp.kernels.cuda_cudnn import CudnnKernel
-from lightning_cp.kernels.cuda_efficient import EfficientKernel
-from lightning_cp.kernels.cuda_flash import CudaFlashKernel
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
 from lightning_cp.kernels.sage import SageKernel
+from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel
 
 # In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (

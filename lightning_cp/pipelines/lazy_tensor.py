@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.comm.packet import layout_of
-from lightning_cp.comm.packets import all_gather_tensors
+from lightning_cp.comm.packet import all_gather_tensors, layout_of
 from lightning_cp.compat.torch_names import aten, is_functional, make_wrapper_subclass
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type, replace

@@ -38,9 +38,9 @@ from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.strategies.equal_branches import EqualBranches
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.gradients import sharded_units
+from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import known_settings
-from lightning_cp.strategies.weights.initial import move_values
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}

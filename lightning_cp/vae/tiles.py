@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.comm.packet import Piece
-from lightning_cp.comm.packets import all_gather_tensors
+from lightning_cp.comm.packet import Piece, all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.mesh.shares import Shares

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.arguments import attention_dtype
+from lightning_cp.attention.api import attention_dtype
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, four_dims, ring_of, ulysses_of
 from lightning_cp.attention.ring import ring_forward
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
-from lightning_cp.comm.packet import piece_of
-from lightning_cp.comm.packets import all_gather_tensors
+from lightning_cp.comm.packet import all_gather_tensors, piece_of
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, groups_by_name
 

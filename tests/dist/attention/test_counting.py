@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attention import call, context_parallel_attention, gathered, joint_heads, keys
-from lightning_cp.comm import messages, packets
+from lightning_cp.attention import call, context_parallel_attention, gathered, joint_heads, keys, ulysses
+from lightning_cp.comm import packet
 from lightning_cp.comm import ring_exchange as rotation
 from lightning_cp.comm.transfer import Pending
 from tests.dist.problems import Problem, cut, local_mask, whole
@@ -81,10 +81,10 @@ def counted() -> Iterator[Traffic]:
         traffic.size_exchanges += 1
 
     patch(rotation, "exchange", of_ring)
-    patch(packets, "gather_flat", of_gather)
+    patch(packet, "gather_flat", of_gather)
     patch(gathered, "gather_flat", of_gather)
     patch(gathered, "exchange_flat", of_grads)
-    patch(messages, "exchange", of_ulysses)
+    patch(ulysses, "exchange", of_ulysses)
     patch(joint_heads, "exchange_flat", of_joint_heads)
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.messages import all_to_all
+from lightning_cp.attention.ulysses import all_to_all
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.ring_exchange import RingGradReducer, rotate
 from lightning_cp.comm.transfer import all_gather_ints, exchange_flat, gather_flat

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp import fabric, pytorch
-from lightning_cp.strategies.weights.initial import share_initial_weights
+from lightning_cp.strategies.initial_weights import share_initial_weights
 from tests.dist.lightning_ranks import everyones, fabric_of, flat, trainer_of, whole
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool

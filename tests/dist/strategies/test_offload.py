@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_cp.comm.side_stream import SideStream
+from lightning_cp.comm.background import SideStream
 from lightning_cp.engine import recompute
 from lightning_cp.engine.offload import OffloadCheckpoint
 from lightning_cp.engine.recompute import checkpoint_blocks

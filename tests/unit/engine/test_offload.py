@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import OffloadCheckpoint
-from lightning_cp.comm.side_stream import SideStream
+from lightning_cp.comm.background import SideStream
 from lightning_cp.compat.torch_names import in_backward
 from lightning_cp.engine import offload
 from tests.dist.compare import outcome

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.app.benchmark.unequal import half_speed
-from lightning_cp.kernels.cpu_flash import CpuFlashKernel
+from lightning_cp.kernels.torch_kernels import CpuFlashKernel
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
