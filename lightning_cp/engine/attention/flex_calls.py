@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
 from lightning_cp.attention.sparse.handles import is_block_mask
-from lightning_cp.engine.attention.block_masks import handle_here
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
+from lightning_cp.engine.attention.masks import handle_here
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 from lightning_cp.mesh.groups import SINGLE_RANK

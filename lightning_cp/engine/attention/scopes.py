@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_cp.engine.attention.attention_dispatch import AttentionDispatcher
+from lightning_cp.engine.attend import AttentionDispatcher
 from lightning_cp.engine.attention.outside_blocks import UnplannedAttention
 from lightning_cp.engine.attention.scope import Scope, ScopedAttention
 from lightning_cp.engine.attention.scope_hooks import BypassHook, ScopeHook

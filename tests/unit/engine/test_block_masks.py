@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_cp import SparseMask
 from lightning_cp.attention.sparse.handles import handle_of, mask_of_handle, select
-from lightning_cp.engine.attention.block_masks import handle_across
+from lightning_cp.engine.attention.masks import handle_across
 from lightning_cp.engine.session import Call
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.mesh.groups import SINGLE_RANK
@@ -76,9 +76,7 @@ def test_some_queries_have_their_rows_of_the_mask(places: tuple[int, int]) -> No
 def _planned(kinds: tuple[Attention, ...], evaluation: Any = None) -> Any:
     call = Call(SINGLE_RANK, mock.Mock(), evaluation, defined={"text": 4, "image": 5})
     session = SimpleNamespace(current=lambda: call, rules=SimpleNamespace(patches=None))
-    return SimpleNamespace(
-        session=session, kinds=kinds, sizes_of=lambda kind, keys: ([9], [9]), cache_of=lambda kind: None
-    )
+    return session, kinds, None
 
 
 _ORDERS = (Attention(("text", "image")), Attention(("image", "text")))
@@ -94,4 +92,4 @@ _ORDERS = (Attention(("text", "image")), Attention(("image", "text")))
 )
 def test_masks_that_do_not_fit_are_refused(planned: Any, sizes: Any, message: str) -> None:
     with pytest.raises(InterceptionError, match=message):
-        handle_across(_mask(), planned, sizes)
+        handle_across(_mask(), *planned, sizes)

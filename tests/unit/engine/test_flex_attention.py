@@ -20,8 +20,8 @@ from lightning_cp import (
     context_parallel_attention,
     remove_context_parallel,
 )
+from lightning_cp.engine.attend import AttentionDispatcher
 from lightning_cp.engine.attention.attention_calls import hides_flex_attention, makes_attention_call
-from lightning_cp.engine.attention.attention_dispatch import AttentionDispatcher
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Plan, split
 

@@ -1,4 +1,4 @@
-"""Context-parallel replacements for diffusers' attention dispatcher and PyTorch's attention function."""
+"""From the attention function that a model calls to attention across ranks: which tokens a call has, and where."""
 
 from __future__ import annotations
 
@@ -7,29 +7,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_cp.attention import attend_across
 from lightning_cp.attention.call import settings_of
+from lightning_cp.attention.key_cache import KeyCache
 from lightning_cp.attention.sparse.handles import is_block_mask
-from lightning_cp.comm.shards import gather_shards
-from lightning_cp.engine.attention.block_masks import handle_across
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
-from lightning_cp.engine.attention.planned_sizes import PlannedSizes
+from lightning_cp.engine.attention.masks import gather_token_mask, handle_across, outer_mask, token_mask
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.attention.scope import without_scope
 from lightning_cp.engine.attention.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.attention.stand_ins import DISPATCH, ORIGINALS, SDPA
-from lightning_cp.engine.sharding.lengths import Sizes
-from lightning_cp.errors import InterceptionError
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding.lengths import Sizes, are_whole, find_sizes
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError
+from lightning_cp.plans import LOCAL, Attention
 
 
 @dataclass(eq=False)
-class AttentionDispatcher(PlannedSizes):
-    """Context-parallel attention of a session, for all modules with the same `kinds`."""
+class AttentionDispatcher:
+    """Attention of a session: calls of a model's modules become attention across ranks.
+
+    `dispatch`, `sdpa` and `flex` stand in for the functions that models call. Each asks `sizes` how many queries and
+    keys every rank has, and `_attend_with_lse` calls `attend_across` with them.
+
+    Attributes:
+        session: of the parallel model.
+        kinds: the attention that the plan describes for a module; None, for plans in diffusers' format: the kind of
+            each call is derived from its token counts.
+    """
+
+    session: Session
+    kinds: tuple[Attention, ...] | None
 
     def __deepcopy__(self, memo: object) -> AttentionDispatcher:
         return self
@@ -171,7 +182,9 @@ class AttentionDispatcher(PlannedSizes):
         if dropout_p:
             raise InterceptionError(f"dropout_p={dropout_p}: context-parallel attention has no dropout; set it to 0")
         if is_block_mask(mask):
-            mask, handle = None, handle_across(mask, self, sizes)
+            fitting = None if self.kinds is None else self._fitting(sizes)
+            cache = next((x for x in map(self.cache_of, fitting or ()) if x is not None), None)
+            mask, handle = None, handle_across(mask, session, fitting, cache, sizes)
         elif mask is not None:
             self._check_mask(mask, query, sizes)
         settings = settings_of(
@@ -186,7 +199,7 @@ class AttentionDispatcher(PlannedSizes):
         if call.evaluation is not None:
             if return_lse:
                 raise InterceptionError("the LSE of attention is not computed with patches (PipeFusion): set patches=1")
-            kind = self.split_kind(sizes)
+            kind = next((x for x in self._fitting(sizes) if not x.ragged), None)
             return call.evaluation.attend(query, key, value, mask, kind, sizes=sizes, settings=settings), None
         mask = mask if mask is None else self._split_mask(mask, sizes[1])
         result = attend_across(
@@ -246,22 +259,76 @@ class AttentionDispatcher(PlannedSizes):
         self.session.current().intercepted = True
         check_recomputation(self.session.current())
 
+    # --- which tokens a call has, on each rank
 
-def token_mask(mask: Tensor) -> Tensor:
-    """Return the mask of the tokens [..., s] from its outer product [..., s, s]: the diagonal holds the squares."""
-    squares = mask.diagonal(dim1=-2, dim2=-1)
-    return squares.sqrt() if squares.is_floating_point() else squares
+    def sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
+        """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.
 
+        Empty lists: the numbers are unknown or ambiguous here; attention then exchanges the lengths between ranks.
 
-def gather_token_mask(mask: Tensor, lengths: Sequence[int], groups: MeshGroups) -> Tensor:
-    """All-gather the mask of the tokens [..., s_local], in rank order.
+        Args: queries, keys: number of tokens on this rank. contents: keys and values.
+        Raises: PlanError: this rank's numbers fit no attention of the plan.
+        """
+        if self.kinds is None:
+            return find_sizes(self.session, queries, keys)
+        if self.kinds[0].ragged:
+            return [], []
+        call = self.session.current()
+        rank, expected = call.groups.context_rank, []
+        if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
+            return None
+        for kind in self.kinds:
+            sizes = self.sizes_of(kind, keys)
+            if (queries, keys) == (sizes[0][rank], sizes[1][rank]):
+                self._check_distinct(kind, sizes, keys)
+                return None if kind.keys == LOCAL else sizes
+            if kind.cached is True and queries == sizes[0][rank] and keys > sizes[1][rank]:
+                return [], []  # every rank has kept keys of its own
+            to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
+            expected.append(f"{sizes[0][rank]} and {sizes[1][rank]} ({' + '.join(kind.queries)} to {to})")
+        raise PlanError(
+            f"attention got {queries} queries and {keys} keys, expected {', or '.join(expected)} on this rank: the "
+            "plan does not fit this model"
+        )
 
-    Args: lengths: number of tokens on each rank. Ranks: all of the context group.
-    """
-    values = mask if mask.is_floating_point() else mask.to(torch.uint8)
-    return gather_shards(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
+    @property
+    def _has_local_among_others(self) -> bool:
+        """True if calls with the same queries may have whole or sharded keys: token counts do not distinguish them."""
+        kinds = self.kinds or ()
+        split = {kind.queries for kind in kinds if kind.keys != LOCAL}
+        return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
 
+    def sizes_of(self, kind: Attention, keys: int) -> Sizes:
+        call = self.session.current()
+        if kind.keys == LOCAL:
+            return call.sizes(kind.queries), [keys] * call.groups.context_size
+        if (cache := self.cache_of(kind)) is not None:
+            return call.sizes(kind.queries), cache.kv_lengths
+        return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
 
-def outer_mask(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the outer product [..., q, k] of the masks of queries and keys."""
-    return queries.unsqueeze(-1) * keys.unsqueeze(-2)
+    def cache_of(self, kind: Attention) -> KeyCache | None:
+        """Return the cache with the keys of this attention; None: it has no cache, or the block got none."""
+        cache: KeyCache | None = self.session.current().kept.get(kind.cached) if isinstance(kind.cached, str) else None
+        return cache
+
+    def _fitting(self, sizes: Sizes) -> list[Attention]:
+        """Return the kinds of attention over split keys that have these sizes."""
+        return [kind for kind in self.kinds or () if kind.keys != LOCAL and self.sizes_of(kind, 0) == sizes]
+
+    def _check_distinct(self, chosen: Attention, sizes: Sizes, keys: int) -> None:
+        """Check that token counts distinguish this call from other kinds of attention on every rank.
+
+        Raises: ShapeError: on some rank they are equal, because it has too few tokens.
+        """
+        call, pairs = self.session.current(), list(zip(*sizes))
+        for kind in self.kinds or ():
+            modalities = (*kind.queries, *(kind.keys or ()))
+            if kind == chosen or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
+                continue
+            other = list(zip(*self.sizes_of(kind, keys)))
+            if pairs != other and any(a == b for a, b in zip(pairs, other)):
+                raise ShapeError(
+                    f"attention of {' + '.join(chosen.queries)} and of {' + '.join(kind.queries)} have the same "
+                    f"numbers of queries and keys on a rank ({pairs} and {other}, in rank order), "
+                    "which distinguish them: use lower degrees, or more tokens"
+                )

@@ -1,4 +1,4 @@
-"""Block masks of a model: the tokens of the whole sequence, in the order in which ranks hold them.
+"""Masks of a model over tokens that the ranks share: block masks, and masks of tokens.
 
 A block mask is written for the model's sequence ([text | image]). Over all ranks, the tokens have another order: the
 first rank's text, its image, the second rank's text, and so on.
@@ -6,18 +6,21 @@ first rank's text, its image, the second rank's text, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.key_cache import KeyCache
 from lightning_cp.attention.sparse import SparseMask
 from lightning_cp.attention.sparse.handles import handle_of, select
-from lightning_cp.engine.attention.planned_sizes import PlannedSizes
+from lightning_cp.comm.shards import gather_shards
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.lengths import Sizes
 from lightning_cp.errors import InterceptionError
-from lightning_cp.plans import LOCAL, Attention, Modalities
+from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.plans import Attention, Modalities
 
 
 def mask_lengths(block_mask: Any) -> tuple[int, int]:
@@ -26,13 +29,18 @@ def mask_lengths(block_mask: Any) -> tuple[int, int]:
     return queries, keys
 
 
-def handle_across(block_mask: Any, planned: PlannedSizes, sizes: Sizes) -> Tensor:
+def handle_across(
+    block_mask: Any, session: Session, fitting: Sequence[Attention] | None, cache: KeyCache | None, sizes: Sizes
+) -> Tensor:
     """Return the handle of a block mask for queries and keys that are split over the ranks.
 
-    Args: planned: the module's kinds of attention. sizes: number of queries and of keys on each rank.
+    Args:
+        fitting: kinds of attention of the plan that have these sizes; None: the plan does not describe attention.
+        cache: holds the keys of this attention; None: they are those of this forward.
+        sizes: number of queries and of keys on each rank.
     Raises: InterceptionError: the mask has other lengths, or the order of the tokens is not known.
     """
-    call, kinds = planned.session.current(), planned.kinds
+    call = session.current()
     if call.evaluation is not None:
         raise InterceptionError("a block mask cannot be used with patches (PipeFusion): leave it out, or set patches=1")
     if not (sizes[0] and sizes[1]):
@@ -47,16 +55,14 @@ def handle_across(block_mask: Any, planned: PlannedSizes, sizes: Sizes) -> Tenso
             "together: make it for the whole sequence. (A text with fewer tokens than ranks may be padded to one token "
             "per rank: use lower degrees.)"
         )
-    if kinds is None:
+    if fitting is None:
         _check_alone(call, sizes)
         return handle_of(block_mask)
-    fitting = [kind for kind in kinds if kind.keys != LOCAL and planned.sizes_of(kind, 0) == sizes]
-    cache = next((x for x in map(planned.cache_of, fitting) if x is not None), None)
     if cache is not None:
         in_rank_order = isinstance(block_mask, SparseMask) and block_mask.orders[1] is not None
         return handle_of(block_mask) if in_rank_order else select(handle_of(block_mask), [], cache.places)
     places = [
-        [_places(planned.session, kind, x) for x in (kind.queries, kind.queries if kind.keys is None else kind.keys)]
+        [_places(session, kind, x) for x in (kind.queries, kind.queries if kind.keys is None else kind.keys)]
         for kind in fitting
     ]
     if any(x != places[0] for x in places):
@@ -123,3 +129,23 @@ def _check_alone(call: Call, sizes: Sizes) -> None:
                 f"a block mask over {sum(each)} tokens cannot be used here: a plan in diffusers' format does not "
                 "describe the order of several modalities. Use a lightning_cp.plans.Plan"
             )
+
+
+def token_mask(mask: Tensor) -> Tensor:
+    """Return the mask of the tokens [..., s] from its outer product [..., s, s]: the diagonal holds the squares."""
+    squares = mask.diagonal(dim1=-2, dim2=-1)
+    return squares.sqrt() if squares.is_floating_point() else squares
+
+
+def gather_token_mask(mask: Tensor, lengths: Sequence[int], groups: MeshGroups) -> Tensor:
+    """All-gather the mask of the tokens [..., s_local], in rank order.
+
+    Args: lengths: number of tokens on each rank. Ranks: all of the context group.
+    """
+    values = mask if mask.is_floating_point() else mask.to(torch.uint8)
+    return gather_shards(values.contiguous(), values.ndim - 1, list(lengths), groups.name).to(mask.dtype)
+
+
+def outer_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the outer product [..., q, k] of the masks of queries and keys."""
+    return queries.unsqueeze(-1) * keys.unsqueeze(-2)
