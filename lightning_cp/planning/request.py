@@ -213,8 +213,3 @@ class Plan:
     def best(self) -> Choice | None:
         """The layout to use; None if nothing fits."""
         return self.choices[0] if self.choices else None
-
-    @property
-    def fastest(self) -> Choice | None:
-        """The layout with the shortest predicted time of a sample; None if nothing fits."""
-        return min(self.choices, key=attrgetter("sample_s"), default=None)
