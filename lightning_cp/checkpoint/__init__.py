@@ -5,7 +5,6 @@
 
 from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.manifest import (
-    CHECKPOINT_FORMATS,
     CheckpointError,
     FileEntry,
     Manifest,
@@ -14,7 +13,6 @@ from lightning_cp.checkpoint.manifest import (
 )
 
 __all__ = [
-    "CHECKPOINT_FORMATS",
     "CheckpointError",
     "FileEntry",
     "Manifest",

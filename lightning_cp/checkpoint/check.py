@@ -5,10 +5,8 @@ import math
 import re
 from typing import Any
 
-TREES = "trees"
-"""Key of the checkpoint's facts: for each state, a tree of names that shows how its tensors are nested."""
-SHARDS = "shards"
-"""Name of the only tree of a distributed checkpoint; it holds all states."""
+TREE = "tree"
+"""Key of the checkpoint's facts: a tree of names that shows how the tensors of the states are nested."""
 _FIELDS = {"step", "saved_at_s", "files", "facts"}
 _MOST_STEP, _MOST_TIME_S, _MOST_DEPTH = 10**15, 1e12, 100
 _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
@@ -45,16 +43,13 @@ def check_manifest(fields: dict[str, Any]) -> None:
         _check_integer("size_bytes", entry["size_bytes"], 1 << 62)
         _check_integer("crc32", entry["crc32"], (1 << 32) - 1)
     facts = _dict("facts", fields["facts"])
-    _check_trees(_dict(TREES, facts.get(TREES)), set(fields["files"]))
+    if "dict" not in _dict(TREE, facts.get(TREE)):
+        raise DamagedError(f"its {TREE} is not a dict of states")
+    tensor_names(facts[TREE])
     if "seed" in facts and type(facts["seed"]) is not int:
         raise DamagedError(f"seed={_show(facts['seed'])} must be an integer")
     if "sampler" in facts:
         _dict("sampler", facts["sampler"])
-
-
-def are_shards(trees: dict[str, Any], files: set[str]) -> bool:
-    """Return True for one file per rank (distributed), False for one file per state."""
-    return trees.keys() == {SHARDS} and f"{SHARDS}.safetensors" not in files
 
 
 def tensor_names(tree: Any) -> set[str]:
@@ -64,20 +59,9 @@ def tensor_names(tree: Any) -> set[str]:
     return names
 
 
-def _check_trees(trees: dict[str, Any], files: set[str]) -> None:
-    if are_shards(trees, files):
-        unmatched = {name for name in files if not name.startswith("shard-")}
-    else:
-        unmatched = {f"{name}.safetensors" for name in trees} ^ files
-    if unmatched:
-        raise DamagedError(f"its files do not match its {TREES}: {_show(min(unmatched))}")
-    for tree in trees.values():
-        tensor_names(tree)
-
-
 def _walk(tree: Any, names: set[str], depth: int) -> None:
     if depth > _MOST_DEPTH:
-        raise DamagedError(f"its {TREES} are nested deeper than {_MOST_DEPTH} levels")
+        raise DamagedError(f"its {TREE} is nested deeper than {_MOST_DEPTH} levels")
     if tree is None or type(tree) in (str, int, float, bool):
         return
     kind, value = next(iter(tree.items())) if type(tree) is dict and len(tree) == 1 else ("", None)
@@ -85,14 +69,14 @@ def _walk(tree: Any, names: set[str], depth: int) -> None:
         names.add(value)
     elif kind == "dict" and type(value) is list and all(map(_is_pair, value)):
         if len({key for key, _ in value}) != len(value):
-            raise DamagedError(f"a dict in its {TREES} has a duplicate key")
+            raise DamagedError(f"a dict in its {TREE} has a duplicate key")
         for _, item in value:
             _walk(item, names, depth + 1)
     elif kind in ("list", "tuple") and type(value) is list:
         for item in value:
             _walk(item, names, depth + 1)
     else:
-        raise DamagedError(f"its {TREES} contain something other than tensors, dicts, lists, tuples and plain values")
+        raise DamagedError(f"its {TREE} contains something other than tensors, dicts, lists, tuples and plain values")
 
 
 def _is_pair(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -50,8 +49,3 @@ def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         f"{name or 'state'} is a {type(state).__name__}: must be a tensor, a dict, list or tuple, a string, a number, "
         "a bool or None"
     )
-
-
-def contiguous_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to contiguous CPU memory without sharing, as safetensors requires."""
-    return {name: torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format) for name, x in tensors.items()}

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_manifest, parse, tensor_names
+from lightning_cp.checkpoint.check import TREE, DamagedError, check_manifest, parse, tensor_names
 from lightning_cp.files import new_file, open_regular, read_regular
 
-FORMAT = 1
-CHECKPOINT_FORMATS = ("full", "distributed")
+FORMAT = 2
 MANIFEST = "manifest.json"
 PARTIAL = ".partial_"
 """Prefix of a checkpoint's name while it is written."""
@@ -61,13 +60,8 @@ class Manifest:
 
     @property
     def plain_facts(self) -> dict[str, Any]:
-        """Facts given by the caller, without the trees of the states."""
-        return {name: fact for name, fact in self.facts.items() if name != TREES}
-
-    @property
-    def has_shards(self) -> bool:
-        """True: one file per rank (distributed). False: one file per state."""
-        return are_shards(self.facts[TREES], set(self.files))
+        """Facts given by the caller, without the tree of the states."""
+        return {name: fact for name, fact in self.facts.items() if name != TREE}
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""

@@ -1,27 +1,51 @@
-"""Full checkpoints: one rank writes all tensors as safetensors, one file per state, and other values as JSON."""
+"""Checkpoints of a run: every rank writes its shards with torch DCP, as safetensors and without pickle."""
 
+import math
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from safetensors.torch import load_file, save_file
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import override
 
-from lightning_cp.checkpoint.check import TREES
-from lightning_cp.checkpoint.flatten import contiguous_copies, flatten_state, unflatten_state
-from lightning_cp.checkpoint.folder import EARLIER_KEPT, checkpoint_path, drop_scratch, open_scratch, seal
+from lightning_cp.checkpoint.check import TREE
+from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
+from lightning_cp.checkpoint.folder import (
+    EARLIER_KEPT,
+    checkpoint_path,
+    drop_scratch,
+    flush,
+    open_scratch,
+    scratch_path,
+    seal,
+)
 from lightning_cp.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     Manifest,
+    check_same_tensors,
     check_tree,
     parse_manifest,
     read_manifest,
 )
-from lightning_cp.files import writing
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # from DCP, in a single process
+_FILE_BYTES = 1 << 30  # of one file of a rank: torch has it in memory three times while it is written
 
 
 @dataclass(frozen=True)
@@ -34,72 +58,170 @@ class Checkpoint:
 
 
 def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
-    """Write the checkpoint `parent/step_<n>`. Call it on one rank only.
+    """Write the checkpoint `parent/step_<n>`. Call it on every rank; tensors may be DTensors.
 
     Files are written to a hidden folder in `parent` and flushed to disk; then the folder is renamed. An interrupted
     save leaves older checkpoints unchanged.
 
     Args:
-        parent: the run's folder of checkpoints.
-        checkpoint: nested states, one safetensors file each (model, optimizer, average), and plain facts.
+        parent: the run's folder of checkpoints; all ranks see it.
+        checkpoint: nested states (model, optimizer, average), and plain facts.
         keep: number of newest checkpoints to keep; None: all.
     Returns: the checkpoint's folder.
+    Raises: OSError: a rank could not write its files.
     """
-    return _write(parent, checkpoint, *_copy_to_cpu(checkpoint), keep=keep)
+    tensors, writer = _plan(parent, checkpoint, keep)
+    try:
+        with reraise_as(OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"):
+            save(tensors, storage_writer=writer, planner=_Copies(), no_dist=not dist.is_initialized())
+    finally:
+        drop_scratch(parent, checkpoint.step)
+    return checkpoint_path(parent, checkpoint.step)
 
 
 def save_checkpoint_in_background(
-    parent: Path, checkpoint: Checkpoint, worker: ThreadPoolExecutor, *, keep: int | None = None
-) -> "Future[Path]":
-    """Copy the tensors and return; a thread of `worker` writes them as `save_checkpoint` does."""
-    return worker.submit(_write, parent, checkpoint, *_copy_to_cpu(checkpoint), keep=keep)
+    parent: Path, checkpoint: Checkpoint, group: dist.ProcessGroup | None, *, keep: int | None = None
+) -> Callable[[], None]:
+    """Copy the tensors and return; a background thread writes them as `save_checkpoint` does.
+
+    Args: group: gloo group of all ranks, used for nothing else; None in a single process.
+    Returns: a function that waits for the end of the write and raises its error.
+    """
+    tensors, writer = _plan(parent, checkpoint, keep)
+    pending = async_save(tensors, storage_writer=writer, planner=_Copies(), process_group=group, no_dist=group is None)
+    assert isinstance(pending, Future), "torch's default stager copies at once"
+
+    def wait() -> None:
+        try:
+            with reraise_as(
+                OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"
+            ):
+                pending.result()
+        finally:
+            drop_scratch(parent, checkpoint.step)
+
+    return wait
 
 
-def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint of `save_checkpoint` onto the CPU.
+def load_checkpoint(folder: Path, states: Mapping[str, Any] | None = None, *, verify: bool = True) -> Checkpoint:
+    """Read a checkpoint of `save_checkpoint` on any number of ranks. Call it on every rank; each reads its own shards.
 
-    Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
-    Raises: CheckpointError: it is missing, truncated or changed.
+    Args:
+        states: nested states of this run; their tensors are filled in place. A state that is in the checkpoint but not
+            here is read in full, onto the CPU.
+        verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
+    Raises: CheckpointError: it is missing, truncated or changed, or holds other tensors.
     """
     manifest = read_manifest(folder) if verify else parse_manifest(folder)
-    if manifest.has_shards:
-        raise CheckpointError(f"{folder} is a distributed checkpoint (one file per rank): load it with load_shards")
-    states = {}
-    for name, tree in manifest.facts[TREES].items():
-        try:
-            tensors = load_file(folder / f"{name}.safetensors")
-        except Exception as error:  # a changed header can raise anything
-            raise CheckpointError(f"{folder} is damaged: {name}.safetensors cannot be read: {error}") from error
-        check_tree(tensors.keys(), tree, folder)
-        states[name] = unflatten_state(tensors, tree)
-    return Checkpoint(manifest.step, states, manifest.plain_facts)
+    states = states or {}
+    tensors, _ = flatten_state(dict(states))
+    reader, saved_shapes = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
+    metadata, tree = _read_metadata(reader, manifest, folder), manifest.facts[TREE]
+    check_tree(metadata.keys(), tree, folder)
+    for name, x in metadata.items():
+        if name.partition(".")[0] not in states:
+            tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
+        saved_shapes[name] = tuple(x.size)
+    check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, saved_shapes, folder)
+    with reraise_as(CheckpointError, f"{folder} cannot be loaded"):
+        load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
 
 
-def _copy_to_cpu(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Copy the tensors to the CPU, by state. Returns: the copies, and the tree of each state."""
-    flat = {name: flatten_state(state) for name, state in checkpoint.states.items()}
-    copies = {name: contiguous_copies(tensors) for name, (tensors, _) in flat.items()}
-    return copies, {name: tree for name, (_, tree) in flat.items()}
-
-
-def _write(
-    parent: Path,
-    checkpoint: Checkpoint,
-    tensors: dict[str, dict[str, Tensor]],
-    trees: dict[str, Any],
-    *,
-    keep: int | None,
-) -> Path:
+def _read_metadata(
+    reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path
+) -> dict[str, TensorStorageMetadata]:
+    """Read tensor metadata from the files' headers. Raises: CheckpointError: the files cannot hold these tensors."""
     try:
-        scratch = open_scratch(parent, checkpoint.step)
-        files = {}
-        for name, state in tensors.items():
-            path = scratch / f"{name}.safetensors"
-            with writing(path, EARLIER_KEPT):
-                save_file(state, path)
-            files[path.name] = FileEntry.of(path)
-        manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
-        with writing(checkpoint_path(parent, checkpoint.step), EARLIER_KEPT):
-            return seal(parent, manifest, keep=keep)
-    finally:
-        drop_scratch(parent, checkpoint.step)
+        metadata = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # a changed header can raise anything
+        raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
+    tensors = {name: x for name, x in metadata.items() if isinstance(x, TensorStorageMetadata)}
+    needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
+    available = sum(entry.size_bytes for entry in manifest.files.values())
+    if any(n < 0 for x in tensors.values() for n in x.size) or needed > available or tensors.keys() != metadata.keys():
+        raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, but its files have {available}")
+    return tensors
+
+
+@contextmanager
+def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
+    """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        messages = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
+        raise kind(f"{text}: {messages}") from error
+
+
+def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:
+    tensors, tree = flatten_state(dict(checkpoint.states))
+    facts = {**checkpoint.facts, TREE: tree}
+    return dict(tensors), _Writer(parent, checkpoint.step, facts, keep=keep, files=_files(tensors))
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Number the file of each tensor, from 1, so that no file of a rank has much more than `_FILE_BYTES`."""
+    ranks, total = dist.get_world_size() if dist.is_initialized() else 1, 0
+    files = {}
+    for name, x in tensors.items():
+        files[name] = 1 + total // (_FILE_BYTES * ranks)
+        total += x.numel() * x.element_size()
+    return files
+
+
+class _Copies(DefaultSavePlanner):
+    """Copy tensors to contiguous CPU memory without sharing, as safetensors requires."""
+
+    @override
+    def transform_object(self, write_item: WriteItem, object: Any) -> Tensor:
+        x: Tensor = super().transform_object(write_item, object)
+        return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Files of one rank, sent to rank 0."""
+
+    files: dict[str, FileEntry]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Write to the scratch folder; rank 0 renames it after all ranks have written."""
+
+    def __init__(
+        self, parent: Path, step: int, facts: dict[str, Any], *, keep: int | None, files: dict[str, int]
+    ) -> None:
+        super().__init__(str(scratch_path(parent, step)), files, save_distributed=True)
+        self._parent, self._step, self._facts, self._keep = parent, step, facts, keep
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # rank 0 makes the folder
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        open_scratch(self._parent, self._step)
+        return super().prepare_global_plan(plans)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        scratch = Path(self.path)
+        names = {result.storage_data.relative_path for result in results}
+        for name in names:
+            flush(scratch / name)
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
+        done.set_result([_Written({name: FileEntry.of(scratch / name) for name in names})])
+        return done
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        by_rank = cast("list[list[_Written]]", results)
+        files = {
+            name: entry
+            for written_by_rank in by_rank
+            for written in written_by_rank
+            for name, entry in written.files.items()
+        }
+        seal(self._parent, Manifest(self._step, time.time(), files, self._facts), keep=self._keep)

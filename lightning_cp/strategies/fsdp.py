@@ -20,7 +20,7 @@ from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folde
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
-from lightning_cp.checkpoint.shards import reraise_as
+from lightning_cp.checkpoint.store import reraise_as
 from lightning_cp.compat.fabric_names import loading_optimizers_with
 from lightning_cp.compat.fsdp_names import (
     accumulate_in_one_dtype,

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_cp.app.settings.foreign import check_model_classes
-from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.manifest import check_same_tensors
-from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_split
@@ -33,11 +30,11 @@ def load_denoiser(
 
     Args:
         config: configuration of the run (its `.hydra/resolved.yaml`).
-        checkpoint: checkpoint folder, of either format.
+        checkpoint: checkpoint folder.
         trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
             of `lightning_cp.app.settings.foreign`.
         verify: False if `find_checkpoint` has just verified the checkpoint.
-    Ranks: no communication; each rank loads independently.
+    Ranks: the whole world; each reads all weights.
     Raises:
         CheckpointError: the checkpoint is incomplete, or belongs to another model.
         SettingsError: `config.model` names a class that needs `trust`.
@@ -48,17 +45,8 @@ def load_denoiser(
     module: nn.Module = instantiate(model, _convert_="all")
     average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
     states: dict[str, Any] = {"model": module.state_dict(), "average": average}
-    if has_shards(checkpoint):
-        saved = load_shards(checkpoint, states, verify=verify)
-    else:
-        saved = load_checkpoint(checkpoint, verify=verify)
-    missing = [name for name in states if name not in saved.states]
-    if missing:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
-    weights = {**saved.states["model"], **saved.states["average"]}
-    expected = {name: tuple(x.shape) for name, x in module.state_dict().items()}
-    check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
-    module.load_state_dict(weights)
+    saved = load_checkpoint(checkpoint, states, verify=verify)
+    module.load_state_dict({**saved.states["model"], **saved.states["average"]})
     return module.eval().requires_grad_(False)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_cp.checkpoint import CHECKPOINT_FORMATS
 from lightning_cp.config import KERNEL_NAMES, ROTATE_METHODS
 from lightning_cp.rules import MLP_TILES, Each, Either, Integer, Number, OneOf, Rule, Text
 from lightning_cp.strategies.settings import setting_rules
@@ -64,7 +63,6 @@ SETTINGS = (
     Setting("log_every", Integer(1)),
     Setting("trace_step", Either(OneOf((None,)), Integer(1))),
     Setting("checkpoint_every", Integer(1)),
-    Setting("checkpoint_format", OneOf(CHECKPOINT_FORMATS)),
     Setting("checkpoint_async", OneOf((True, False))),
     Setting("keep_checkpoints", Integer(1)),
     Setting("source", Text()),

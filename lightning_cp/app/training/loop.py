@@ -204,7 +204,7 @@ class Steps:
         state.is_finite = not nonfinite
         if not nonfinite:
             if checkpoint:
-                self._writer.save(state.snapshot(shards=self._writer.is_distributed))
+                self._writer.save(state.snapshot())
             if export:
                 self._export(self._run)
             return

@@ -197,10 +197,8 @@ class TrainingSetup(ABC):
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(
             run.folder.checkpoints,
-            format=config.checkpoint_format,
             in_background=config.checkpoint_async,
             keep=config.keep_checkpoints,
-            is_first=run.is_first,
         )
         trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
         open_writer = stack.enter_context(writer)

@@ -1,7 +1,7 @@
 """Save and restore the state that a run needs to resume exactly."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.flatten import flatten_state
-from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors, parse_manifest
+from lightning_cp.checkpoint.manifest import CheckpointError, parse_manifest
 from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
-from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.compat.fabric_names import keeping_optimizers_without_state
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.data.sampler import OrderSampler
-from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
+from lightning_cp.training.ema import WeightAverage
 
 _WITHOUT_STATE = "without_optimizer_state"  # fact of a checkpoint: names of trained weights
 
@@ -67,15 +65,9 @@ class TrainState:
             yield f"the average of {name}", [averages[name]] if name in averages else []
             yield f"the optimizer state of {name}", [x for x in state.values() if isinstance(x, Tensor)]
 
-    def snapshot(self, *, shards: bool = False) -> Checkpoint:
-        """Return a checkpoint of the current state. Call it on every rank.
-
-        Args: shards: True keeps DTensors sharded; False gathers whole tensors on the CPU.
-        """
-        states = {
-            **self._states(shards=shards),
-            "random": random_states(self.sampler.data_rank, self.sampler.data_size),
-        }
+    def snapshot(self) -> Checkpoint:
+        """Return a checkpoint of the current state; DTensors stay sharded. Call it on every rank."""
+        states = {**self._states(), "random": random_states(self.sampler.data_rank, self.sampler.data_size)}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         if self.base is not None:
             facts["base"] = self.base
@@ -92,17 +84,17 @@ class TrainState:
         Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
-        is_sharded, without = has_shards(folder), parse_manifest(folder).plain_facts.get(_WITHOUT_STATE, ())
+        without = parse_manifest(folder).plain_facts.get(_WITHOUT_STATE, ())
         if not isinstance(without, (list, tuple)) or not all(isinstance(name, str) for name in without):
             raise CheckpointError(
                 f"{folder} is damaged: {_WITHOUT_STATE} must be a list of names, got {without!r:.100}"
             )
         options = StateDictOptions(ignore_frozen_params=True)
         get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)  # starts the state, to be filled
-        states = self._states(shards=True)
+        states = self._states()
         for name in without:
             states["optimizer"]["state"].pop(name, None)
-        saved = load_shards(folder, states, verify=verify) if is_sharded else load_checkpoint(folder, verify=verify)
+        saved = load_checkpoint(folder, states, verify=verify)
         missing = [name for name in ("seed", "sampler") if name not in saved.facts]
         missing += [name for name in ("model", "average", "optimizer") if name not in saved.states]
         if missing:
@@ -114,15 +106,12 @@ class TrainState:
                 f"{folder} was trained on other frozen weights than those of model.pretrained, model.component and "
                 "model.quantize: use the settings of the checkpoint's run (its .hydra/config.yaml)"
             )
-        if not is_sharded:
-            check_same_tensors(_shapes(states), _shapes(saved.states), folder)
         position = saved.facts["sampler"]
         step = position.get("step") if isinstance(position, dict) else None
         if type(step) is not int or step < 0:
             raise CheckpointError(f"{folder} is damaged: step={step!r} of its sampler must be an integer of at least 0")
         self.sampler.load_state_dict(position)
-        options = StateDictOptions(full_state_dict=not is_sharded, ignore_frozen_params=True)
-        trained = StateDictOptions(full_state_dict=not is_sharded, strict=False)  # frozen weights are not stored
+        trained = StateDictOptions(strict=False)  # frozen weights are not stored
         set_model_state_dict(self.module, saved.states["model"], options=trained)
         self.average.load_state_dict(saved.states["average"])
         current = [dict(group) for group in self.bare_optimizer.param_groups]
@@ -138,19 +127,13 @@ class TrainState:
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
-    def _states(self, *, shards: bool) -> dict[str, Any]:
-        gathered = (lambda state: state) if shards else gather_on_first_rank
-        return {
-            "model": gathered(self._without_frozen(self.module.state_dict())),
-            "average": gathered(self.average.state_dict()),
-            "optimizer": self._optimizer_state(whole=not shards),
-        }
-
-    def _optimizer_state(self, *, whole: bool) -> dict[str, Any]:
-        """Return the optimizer's state, which is not changed: none for weights that had no gradient yet."""
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=True)
+    def _states(self) -> dict[str, Any]:
+        """Return weights, EMA and the optimizer's state, which is not changed: none for weights without a gradient."""
+        options = StateDictOptions(ignore_frozen_params=True)
         with keeping_optimizers_without_state():
-            return get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
+            optimizer = get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
+        model = self._without_frozen(self.module.state_dict())
+        return {"model": model, "average": self.average.state_dict(), "optimizer": optimizer}
 
     def _without_optimizer_state(self) -> list[str]:
         """Return the trained weights that have had no gradient yet, such as the last text layers of QwenImage."""
@@ -174,8 +157,3 @@ def _settings_of(optimizer: Optimizer) -> set[str]:
     arguments = inspect.signature(type(optimizer)).parameters
     has_other = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in arguments.values())
     return {"params", *arguments, *(optimizer.defaults if has_other else ())}
-
-
-def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
-    return {name: tuple(x.shape) for name, x in tensors.items()}

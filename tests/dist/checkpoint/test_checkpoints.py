@@ -1,4 +1,4 @@
-"""Resumed runs: bitwise equal at the same topology, equal to rounding at any other, in every format."""
+"""Resumed runs: bitwise equal at the same topology, equal to rounding at any other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_cp.app.training.run import check_same_checkpoint
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state
-from lightning_cp.checkpoint.shards import has_shards
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage
+from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.ranks import DataShard
 from tests.dist.lightning_ranks import fabric_of
 from tests.dist.module import Clips
@@ -60,16 +60,16 @@ def _advance(fabric: Fabric, state: TrainState, *, until: int, augmented: bool) 
 def _snapshot(state: TrainState) -> Snapshot:
     states = dict(state.snapshot().states)
     del states["random"]
-    return {name: x.clone() for name, x in flatten_state(states)[0].items()}
+    return {name: full_tensor(x).clone() for name, x in flatten_state(states)[0].items()}
 
 
 def _save(rank: int, world: int, folder: Path, kind: str, settings: dict[str, Any], how: dict[str, Any]) -> Snapshot:
     """Save after step 2 and continue. Returns: the state at step 2, on the first rank."""
     fabric, state = _start(rank, world, kind, settings)
-    with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
+    with CheckpointWriter(folder, **how) as writer:
         _advance(fabric, state, until=2, augmented=False)
         then = _snapshot(state)
-        writer.save(state.snapshot(shards=writer.is_distributed))
+        writer.save(state.snapshot())
         _advance(fabric, state, until=3, augmented=False)
     return then
 
@@ -84,9 +84,8 @@ def _go_on(rank: int, world: int, folder: Path, kind: str, settings: dict[str, A
     return then, _snapshot(state), state.step
 
 
-WHOLE = {"format": "full"}
-SHARDS = {"format": "distributed"}
-LATER = {"format": "distributed", "in_background": True}
+NOW: dict[str, bool] = {}
+LATER = {"in_background": True}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ LATER = {"format": "distributed", "in_background": True}
         ((4, "cp_fsdp", {"ring": 2}), LATER, [(1, "", {}), (2, "cp", {"ulysses": 2}), (3, "cp_fsdp", {"ring": 3})]),
         pytest.param(
             (4, "cp_fsdp", {"ulysses": 2, "replicate": 2}),
-            SHARDS,
+            NOW,
             [(2, "cp_fsdp", {"ring": 2})],
             marks=pytest.mark.full,
         ),
@@ -105,15 +104,9 @@ LATER = {"format": "distributed", "in_background": True}
             [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})],
             marks=pytest.mark.full,
         ),
-        pytest.param((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})], marks=pytest.mark.full),
-        pytest.param(
-            (4, "cp_fsdp", {"ring": 2}),
-            {**WHOLE, "in_background": True},
-            [(2, "cp_fsdp", {"ring": 2}), (1, "", {})],
-            marks=pytest.mark.full,
-        ),
+        pytest.param((1, "", {}), NOW, [(2, "cp_fsdp", {"ulysses": 2})], marks=pytest.mark.full),
     ],
-    ids=["sharded", "hybrid", "replicated", "one", "whole"],
+    ids=["sharded", "hybrid", "replicated", "one"],
 )
 def test_a_checkpoint_is_read_at_any_other_degree_mode_and_sharding(
     run_ranks: RankPool, tmp_path: Path, saved: Any, how: dict[str, Any], resumed: Any
@@ -121,7 +114,6 @@ def test_a_checkpoint_is_read_at_any_other_degree_mode_and_sharding(
     folder = tmp_path / "checkpoints"
     world, kind, settings = saved
     then = run_ranks(world, _save, folder, kind, settings, how, init=False)[0]
-    assert has_shards(folder / "step_00000002") == (how["format"] == "distributed")
     assert [path.name for path in folder.iterdir()] == ["step_00000002"]
     _, straight, _ = run_ranks(1, _go_on, folder, "", {}, init=False)[0]
     for world, kind, settings in resumed:
@@ -139,9 +131,9 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
     torch.manual_seed(rank // 2)  # context peers get equal ones
     fabric, state = _start(rank, world, kind, {"ring": 2})
     torch.manual_seed(7 + rank // 2)
-    with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
+    with CheckpointWriter(folder, **how) as writer:
         _advance(fabric, state, until=2, augmented=True)
-        writer.save(state.snapshot(shards=writer.is_distributed))
+        writer.save(state.snapshot())
         _advance(fabric, state, until=4, augmented=True)
     straight = _snapshot(state)
     dist.barrier()
@@ -154,7 +146,7 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [("cp", WHOLE), pytest.param("cp_fsdp", LATER, marks=pytest.mark.full)], ids=["cp", "cp_fsdp"]
+    ("kind", "how"), [("cp", NOW), pytest.param("cp_fsdp", LATER, marks=pytest.mark.full)], ids=["cp", "cp_fsdp"]
 )
 def test_at_the_same_topology_a_resumed_run_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, kind: str, how: dict[str, Any]
@@ -176,7 +168,7 @@ def _other_model(rank: int, world: int, folder: Path) -> str:
 
 @pytest.mark.full
 def test_another_models_shards_are_refused_on_every_rank(run_ranks: RankPool, tmp_path: Path) -> None:
-    run_ranks(2, _save, tmp_path, "cp_fsdp", {"ring": 2}, SHARDS, init=False)
+    run_ranks(2, _save, tmp_path, "cp_fsdp", {"ring": 2}, NOW, init=False)
     folder = tmp_path / "step_00000002"
     for said in run_ranks(2, _other_model, folder, init=False):
         assert "belongs to another model or optimizer" in said
@@ -187,25 +179,19 @@ def test_another_models_shards_are_refused_on_every_rank(run_ranks: RankPool, tm
         read_manifest(folder)
 
 
-def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
+def _failing_save(rank: int, world: int, folder: Path) -> str:
     fabric, state = _start(rank, world, "cp_fsdp", {"ring": 2})
     _advance(fabric, state, until=1, augmented=False)
     folder.joinpath("file").touch()
-    writer = CheckpointWriter(folder / "file" / "below", format=format, in_background=True, is_first=rank == 0)
-    writer.save(state.snapshot(shards=writer.is_distributed))
-    if rank and not writer.is_distributed:
-        return "waits for nothing"
+    writer = CheckpointWriter(folder / "file" / "below", in_background=True)
+    writer.save(state.snapshot())
     with pytest.raises(OSError, match="Not a directory") as caught:
         writer.wait()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("format", ["full", "distributed"])
-def test_a_failure_in_the_background_is_raised_by_the_next_call(
-    run_ranks: RankPool, tmp_path: Path, format: str
-) -> None:
-    told = run_ranks(2, _failing_save, tmp_path, format, init=False)
-    assert "Not a directory" in told[0]
+def test_a_failure_in_the_background_is_raised_by_the_next_call(run_ranks: RankPool, tmp_path: Path) -> None:
+    assert all("Not a directory" in told for told in run_ranks(2, _failing_save, tmp_path, init=False))
 
 
 def _resumes(rank: int, world: int, found: str | None) -> str:

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.latent_cache import LatentCache
 from tests.e2e.finetuning import write_cache, write_media
 from tests.e2e.recipe import ROOT, Finished, run, started
@@ -183,7 +184,7 @@ def test_options_on_three_ranks_equal_one_process(
     mine, expected = (load_file(run.folder / LORA_FILE) for run in (finished, single))
     assert mine.keys() == expected.keys()
     assert all(x.dtype == torch.float32 for x in mine.values())
-    saved = load_file(finished.folder / "checkpoints/step_00000003/model.safetensors")
+    saved = load_checkpoint(finished.folder / "checkpoints/step_00000003").states["model"]
     assert all(".lora_" in name for name, x in saved.items() if x.numel() > 1), "frozen weights are not saved"
 
 
@@ -209,7 +210,7 @@ def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str
     name = f"all_{len(options)}"
     finished = tune(wan, name, "lora=null", "batch_size=2", "max_steps=2", "ema_decay=0", *options)
     loaded = WanTransformer3DModel.from_pretrained(finished.folder / "transformer").state_dict()
-    saved = load_file(finished.folder / "checkpoints/step_00000002/model.safetensors")
+    saved = load_checkpoint(finished.folder / "checkpoints/step_00000002").states["model"]
     base = WanTransformer3DModel.from_pretrained(wan / "pipe" / "transformer").state_dict()
     assert loaded.keys() == base.keys()
     assert any(not torch.equal(loaded[key], base[key]) for key in base)

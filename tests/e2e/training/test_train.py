@@ -119,7 +119,7 @@ def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
     one_process: Finished, tmp_path: Path
 ) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
-    settings = ("checkpoint_format=distributed", "checkpoint_async=true", "activation_checkpointing=selective")
+    settings = ("checkpoint_async=true", "activation_checkpointing=selective")
     sharded = run(
         *SMALL,
         "strategy=cp_fsdp",

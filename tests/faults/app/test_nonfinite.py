@@ -37,7 +37,7 @@ def checkpoints(finished: Finished) -> list[str]:
         ("strategy=cp data_parallel=2", 6, 1),
         pytest.param("strategy=cp ring=2 trainer=lightning strategy.check_peers=off", 12, 1, marks=full),
         pytest.param("strategy=cp ring=2", 12, -1, marks=full),
-        pytest.param("strategy=cp_fsdp ring=3 checkpoint_format=distributed", 12, -1, marks=full),
+        pytest.param("strategy=cp_fsdp ring=3", 12, -1, marks=full),
         pytest.param("strategy=cp_fsdp data_parallel=2 trainer=lightning checkpoint_async=true", 6, 0, marks=full),
         pytest.param("trainer=lightning", 12, 0, marks=full),
     ],

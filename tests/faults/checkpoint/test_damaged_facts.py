@@ -44,7 +44,7 @@ def test_changed_facts_of_a_training_run_are_one_error(tmp_path: Path, name: str
     manifest = json.loads((folder / MANIFEST).read_text())
     key, value = FACTS[name]
     if key == "random":
-        states: Any = manifest["facts"]["trees"]["random"]["list"][0]["dict"]
+        states: Any = dict(manifest["facts"]["tree"]["dict"])["random"]["list"][0]["dict"]
         (python,) = (pair[1]["tuple"] for pair in states if pair[0] == "python")
         python[:] = python[:3] if value is None else [python[0], None, *python[2:]]
     else:

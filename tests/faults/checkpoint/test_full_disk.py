@@ -19,7 +19,6 @@ from lightning_cp.app.training.loop import StepReport
 from lightning_cp.app.training.records import MetricsFile
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
-from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.errors import CacheError
 from lightning_cp.launch.rank import was_raised_for_the_user
@@ -27,35 +26,32 @@ from lightning_cp.sampling.tiles import write_png
 from tests.faults.writers import WRITERS, prepare
 from tests.harness import warm
 
-SAVES = {"full": save_checkpoint, "distributed": save_shards}
-
 
 def checkpoint(step: int, rows: int) -> Checkpoint:
     return Checkpoint(step, {"model": {"weight": torch.ones(rows, 1024)}, "average": {"weight": torch.ones(8)}}, {})
 
 
-def saves_until_full(parent: Path, format: str) -> None:
+def saves_until_full(parent: Path) -> None:
     """Saves a small checkpoint, and then one that does not fit."""
     warnings.simplefilter("ignore")
-    kept = SAVES[format](parent, checkpoint(1, 8))
+    kept = save_checkpoint(parent, checkpoint(1, 8))
     with pytest.raises(OSError, match=r"written|too large|No space"):
-        SAVES[format](parent, checkpoint(2, 4096))
+        save_checkpoint(parent, checkpoint(2, 4096))
     assert [path.name for path in parent.iterdir()] == [kept.name]
     assert latest_checkpoint(parent.parent) == kept
-    SAVES[format](parent, checkpoint(3, 8), keep=1)
+    save_checkpoint(parent, checkpoint(3, 8), keep=1)
     assert [path.name for path in parent.iterdir()] == ["step_00000003"]
 
 
 _LIMITED = (
     "import resource, sys; from pathlib import Path\n"
     "from tests.faults.checkpoint.test_full_disk import saves_until_full\n"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); saves_until_full(Path(sys.argv[1]), sys.argv[2])"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); saves_until_full(Path(sys.argv[1]))"
 )
 
 
-@pytest.mark.parametrize("format", SAVES)
-def test_a_file_that_cannot_grow(tmp_path: Path, format: str) -> None:
-    command = [sys.executable, "-c", _LIMITED, str(tmp_path / "checkpoints"), format]
+def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LIMITED, str(tmp_path / "checkpoints")]
     ended = warm.run(command, timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
@@ -72,9 +68,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("format", SAVES)
-def test_a_full_disk(small_disk: Path, format: str) -> None:
-    saves_until_full(small_disk / "checkpoints", format)
+def test_a_full_disk(small_disk: Path) -> None:
+    saves_until_full(small_disk / "checkpoints")
 
 
 def _fills(name: str, folder: Path) -> None:
@@ -118,9 +113,8 @@ def each_write_names_its_path(folder: Path) -> None:
         with pytest.raises(OSError, match=rf"{folder / name}\S* could not be written: .*too large") as error:
             _fills(name, folder)
         assert was_raised_for_the_user(error.value)
-    for format in SAVES:
-        with pytest.raises(OSError, match=rf"{folder}/\S*00000002\S* could not be written.*arlier checkpoints"):
-            SAVES[format](folder, checkpoint(2, 4096))
+    with pytest.raises(OSError, match=rf"{folder}/\S*00000002\S* could not be written.*arlier checkpoints"):
+        save_checkpoint(folder, checkpoint(2, 4096))
 
 
 _EACH = (

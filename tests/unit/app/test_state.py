@@ -11,7 +11,6 @@ from torch import nn
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.checkpoint.manifest import FileEntry
-from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import save_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training import WeightAverage
@@ -83,10 +82,8 @@ class OneUnused(nn.Sequential):
         self.unused = nn.Parameter(torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
-def test_a_checkpoint_before_the_first_update_changes_nothing(kind: Any, shards: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_update_changes_nothing(kind: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     saving, straight, resumed = make_state(), make_state(), make_state()
     settings: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if kind is torch.optim.SGD else {}
@@ -94,8 +91,7 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(kind: Any, shards:
         state.module.load_state_dict(saving.module.state_dict())
         state.average = WeightAverage(state.module, 0.9)
         state.optimizer = kind(state.module.parameters(), lr=0.05, weight_decay=0.1, **settings)
-    save = save_shards if shards else save_checkpoint
-    resumed.load(save(tmp_path, saving.snapshot(shards=shards)))
+    resumed.load(save_checkpoint(tmp_path, saving.snapshot()))
     assert not saving.optimizer.state
     assert not resumed.optimizer.state
     for state in (saving, straight, resumed):
@@ -111,13 +107,10 @@ def make_unused() -> TrainState:
     return TrainState(module, module, optimizer, WeightAverage(module, 0.9), GlobalBatchSampler(16, 4), 0)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("shards", [False, True])
-def test_weights_without_a_gradient_are_resumed_too(shards: bool, tmp_path: Path) -> None:
+def test_weights_without_a_gradient_are_resumed_too(tmp_path: Path) -> None:
     first, resumed = make_unused(), make_unused()
     advance(first, 2)
-    save = save_shards if shards else save_checkpoint
-    resumed.load(save(tmp_path, first.snapshot(shards=shards)))
+    resumed.load(save_checkpoint(tmp_path, first.snapshot()))
     steps = [int(resumed.optimizer.state[p]["step"]) for name, p in resumed.module.named_parameters() if "." in name]
     assert steps == [2, 2, 2, 2]
     advance(first, 2)
@@ -138,17 +131,13 @@ def _without_a_part(state: dict[str, Any]) -> None:
     del state["0.weight"]["exp_avg"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("damage", [_without, _exchanged, _without_a_part])
-def test_a_wrong_optimizer_state_is_refused(
-    damage: Callable[[dict[str, Any]], None], shards: bool, tmp_path: Path
-) -> None:
+def test_a_wrong_optimizer_state_is_refused(damage: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     first = make_state()
     advance(first, 2)
-    saved = first.snapshot(shards=shards)
+    saved = first.snapshot()
     damage(saved.states["optimizer"]["state"])
-    folder = (save_shards if shards else save_checkpoint)(tmp_path, saved)
+    folder = save_checkpoint(tmp_path, saved)
     with pytest.raises(
         CheckpointError, match=r"the shape of optimizer\.state\.0\.weight\.exp_avg is \(4, 3\) in this run"
     ):
@@ -203,16 +192,9 @@ def test_the_average_of_low_precision_weights_is_kept_in_float32() -> None:
         assert module.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("shards", [False, True])
-def test_bytes_of_a_resumed_checkpoint_are_verified_once(
-    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_a_resumed_checkpoint_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
-    if shards:
-        save_shards(checkpoints, make_state().snapshot(shards=True))
-    else:
-        save_checkpoint(checkpoints, make_state().snapshot())
+    save_checkpoint(checkpoints, make_state().snapshot())
     verified: list[str] = []
     of = FileEntry.of
     monkeypatch.setattr(FileEntry, "of", lambda path: verified.append(path.name) or of(path))

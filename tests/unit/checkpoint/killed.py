@@ -1,6 +1,6 @@
 """A process with children that are killed while they write checkpoints. Run by test_killed.py; prints what it saw.
 
-python -m tests.unit.checkpoint.killed FOLDER full|distributed moments|times
+python -m tests.unit.checkpoint.killed FOLDER moments|times
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from lightning_cp.checkpoint import folder as folders
 from lightning_cp.checkpoint import folder_lock, latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest, read_manifest
-from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
-
-SAVES: dict[str, Callable[..., Path]] = {"full": save_checkpoint, "distributed": save_shards}
 
 
 def states(step: int) -> dict[str, Any]:
@@ -35,7 +32,7 @@ def newest_step(parent: Path) -> int:
     """The step of the newest checkpoint. All its tensors are that step's."""
     newest = latest_checkpoint(parent.parent)
     assert newest is not None, f"nothing is left: {sorted(path.name for path in parent.iterdir())}"
-    found = load_shards(newest, states(-1)) if has_shards(newest) else load_checkpoint(newest)
+    found = load_checkpoint(newest, states(-1))
     tensors, _ = flatten_state(dict(found.states))
     assert all((x == found.step).all() for x in tensors.values())
     assert found.states["model"]["step"] == found.step == read_manifest(newest).step
@@ -90,15 +87,15 @@ def is_unnamed(folder: Path) -> bool:
     return not owner.is_file() or not owner.read_text()
 
 
-def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> Iterator[int]:
+def at_every_moment(parent: Path, *, step: int) -> Iterator[int]:
     """Write this step next to (or over) step 5, killed one call later each time. Yield the newest step after each."""
     for moment in range(200):
         shutil.rmtree(parent, ignore_errors=True)
-        save(parent, Checkpoint(5, states(5), {}))
+        save_checkpoint(parent, Checkpoint(5, states(5), {}))
 
         def dying(moment: int = moment) -> None:
             dies_at(moment)
-            save(parent, Checkpoint(step, states(step), {}), keep=1)
+            save_checkpoint(parent, Checkpoint(step, states(step), {}), keep=1)
 
         survived = child(dying)
         remove_abandoned(parent)
@@ -108,15 +105,15 @@ def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> It
     raise AssertionError("it never got to the end")
 
 
-def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
+def at_random_times(parent: Path) -> Iterator[int]:
     """Run, kill and resume again and again. Yields: the newest step after each kill."""
-    save(parent, Checkpoint(0, states(0), {}))
+    save_checkpoint(parent, Checkpoint(0, states(0), {}))
     rng = random.Random(0)
     for _ in range(45):
 
         def endless(first: int = newest_step(parent) + 1) -> None:
             for step in range(first, first + 10_000):
-                save(parent, Checkpoint(step, states(step), {}), keep=2)
+                save_checkpoint(parent, Checkpoint(step, states(step), {}), keep=2)
 
         child(endless, killed_after_s=rng.uniform(0.02, 0.15))
         remove_abandoned(parent)
@@ -124,16 +121,16 @@ def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
 
 
 def main() -> None:
-    parent, save = Path(sys.argv[1]) / "run" / "checkpoints", SAVES[sys.argv[2]]
+    parent = Path(sys.argv[1]) / "run" / "checkpoints"
     torch.set_num_threads(1)
     folder_lock._IDLE_S = -1.0
-    if sys.argv[3] == "moments":
+    if sys.argv[2] == "moments":
         for step in (5, 6):
-            print(*at_every_moment(parent, save, step=step))
+            print(*at_every_moment(parent, step=step))
         folders.exchange_folders = lambda *_: False
-        print(*at_every_moment(parent, save, step=5))
+        print(*at_every_moment(parent, step=5))
     else:
-        print(*at_random_times(parent, save))
+        print(*at_random_times(parent))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ import torch
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
+from lightning_cp.checkpoint.writer import CheckpointWriter
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def save(parent: Path, step: int = 3, keep: int | None = None) -> Path:
@@ -16,13 +19,24 @@ def save(parent: Path, step: int = 3, keep: int | None = None) -> Path:
     return save_checkpoint(parent, Checkpoint(step, states, {"seed": 7}), keep=keep)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("file_bytes", [1 << 31, 20])
+def test_what_is_saved_is_what_is_loaded(
+    in_background: bool, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_cp.checkpoint.store._FILE_BYTES", file_bytes)
     tied = torch.randn(3, 4)
     states = {
-        "model": {"a": tied, "b": tied, "c": tied.T, "half": torch.ones(2, dtype=torch.bfloat16)},
+        "model": {
+            **{"a": tied, "b": tied, "rows": tied[1:], "transposed": tied.T, "none": tied[:0], "one": tied[0, 0]},
+            **{"expanded": tied[:, :1].expand(3, 4), "half": torch.ones(2, dtype=torch.bfloat16)},
+        },
         "optimizer": {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": [{"betas": (0.9, 0.99), "x": None}]},
     }
-    loaded = load_checkpoint(save_checkpoint(tmp_path, Checkpoint(12, states, {"seed": 7})))
+    with CheckpointWriter(tmp_path, in_background=in_background) as writer:
+        writer.save(Checkpoint(12, states, {"seed": 7}))
+    loaded = load_checkpoint(tmp_path / "step_00000012")
+    assert (len(list((tmp_path / "step_00000012").glob("*.safetensors"))) > 1) == (file_bytes == 20)
     assert (loaded.step, loaded.facts) == (12, {"seed": 7})
     for name, x in states["model"].items():
         assert torch.equal(loaded.states["model"][name], x)
@@ -41,7 +55,7 @@ def test_a_state_that_would_need_pickle_is_refused() -> None:
 
 
 def cut(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 40)
+    os.truncate(folder / SHARD, 40)
 
 
 def cut_manifest(folder: Path) -> None:
@@ -49,13 +63,13 @@ def cut_manifest(folder: Path) -> None:
 
 
 def flip(folder: Path) -> None:
-    content = bytearray((folder / "model.safetensors").read_bytes())
+    content = bytearray((folder / SHARD).read_bytes())
     content[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
+    (folder / SHARD).write_bytes(content)
 
 
 def lose(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+    (folder / SHARD).unlink()
 
 
 def lose_manifest(folder: Path) -> None:

@@ -9,7 +9,6 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.app.training.records import read_metrics
@@ -38,13 +37,14 @@ def test_what_we_raise_for_the_user_is_one_line() -> None:
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
-        raise SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_cp.checkpoint.store.save_file", fails)
+    monkeypatch.setattr("lightning_cp.checkpoint.store.flush", fails)
     failure = failure_of(_caught(save_checkpoint, tmp_path, Checkpoint(1, {"a": {"x": torch.zeros(1)}}, {})), rank=0)
     assert failure.kind is FailureKind.REFUSED
-    assert "a.safetensors could not be written: No space left on device. " in failure.message
-    assert failure.message.endswith(EARLIER_KEPT)
+    assert f"step_00000001 could not be written ({EARLIER_KEPT}): rank 0: " in failure.message
+    assert "No space left on device" in failure.message
+    assert "\n" not in failure.describe()
 
 
 def test_a_mistake_in_our_own_code_or_elsewhere_has_its_traceback() -> None:
