@@ -61,6 +61,29 @@ LAYERS = (
     {"app"},
     {"__init__"},
 )
+MAX_LINES = {
+    "app": 13360,
+    "attention": 4320,
+    "callbacks": 440,
+    "checkpoint": 1600,
+    "comm": 1440,
+    "compat": 1440,
+    "data": 2000,
+    "engine": 7740,
+    "finetune": 14700,
+    "kernels": 800,
+    "launch": 1780,
+    "mesh": 600,
+    "pipeline_folder": 280,
+    "pipelines": 7600,
+    "planning": 2920,
+    "plans": 1820,
+    "root": 1680,
+    "sampling": 220,
+    "strategies": 3340,
+    "training": 540,
+    "vae": 1240,
+}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
@@ -85,9 +108,13 @@ def test_every_folder_has_a_layer() -> None:
     assert there <= LEVEL.keys(), f"without a layer: {there - LEVEL.keys()}"
 
 
-def test_a_folder_has_at_most_20_files() -> None:
-    sizes = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    assert [name for name, size in sizes.items() if size > 20] == ["plans"]
+def test_the_package_does_not_grow() -> None:
+    """A limit is lowered whenever lines go. Raise one only for a promise that users asked for."""
+    lines = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        top = path.relative_to(PACKAGE).parts[0]
+        lines["root" if top.endswith(".py") else top] += len(path.read_text().splitlines())
+    assert {name: count for name, count in lines.items() if count > MAX_LINES.get(name, 0)} == {}
 
 
 def test_the_wheel_has_every_folder() -> None:
