@@ -121,7 +121,7 @@ def test_the_wheel_has_every_folder() -> None:
     root = Path(__file__).parents[2]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     there = {".".join(file.parent.relative_to(root).parts) for file in PACKAGE.rglob("*.py")}
-    assert there - set(listed) == set()
+    assert {name for name in listed if not name.startswith("lightning_cp.conf")} == there
 
 
 def test_imports_only_go_down() -> None:
