@@ -44,7 +44,6 @@ from lightning_cp.checkpoint.manifest import (
     read_manifest,
 )
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # from DCP, in a single process
 _FILE_BYTES = 1 << 30  # of one file of a rank: torch has it in memory three times while it is written
 
 
@@ -123,6 +122,7 @@ def load_checkpoint(folder: Path, states: Mapping[str, Any] | None = None, *, ve
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
         saved_shapes[name] = tuple(x.size)
     check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, saved_shapes, folder)
+    _ignore_warning_of_one_process()
     with reraise_as(CheckpointError, f"{folder} cannot be loaded"):
         load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
@@ -144,6 +144,11 @@ def _read_metadata(
     return tensors
 
 
+def _ignore_warning_of_one_process() -> None:
+    """Ignore DCP's warning that there is no process group, also in its thread."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
 @contextmanager
 def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
     """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch."""
@@ -155,6 +160,7 @@ def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
 
 
 def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:
+    _ignore_warning_of_one_process()
     tensors, tree = flatten_state(dict(checkpoint.states))
     facts = {**checkpoint.facts, TREE: tree}
     return dict(tensors), _Writer(parent, checkpoint.step, facts, keep=keep, files=_files(tensors))
