@@ -107,8 +107,8 @@ def _pieces(
 ) -> Iterator[KeyPiece]:
     """Yield the keys of a slice, divided at the positions where causality changes for the local queries.
 
-    Args: received: K and V of all ranks, once `pending` is complete. own: K and V of this rank, to be yielded first,
-        while the others are received; None: wait for all.
+    Args: received: K and V of all ranks, once `pending` is complete. local_keys: K and V of this rank, to be
+        yielded first, while the others are received; None: wait for all.
     """
     local, total = ring.keys_of(ring.rank), received.shape[0]
     bounds = {0, total}

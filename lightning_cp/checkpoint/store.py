@@ -70,11 +70,8 @@ def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = 
     Raises: OSError: a rank could not write its files.
     """
     tensors, writer = _plan(parent, checkpoint, keep)
-    try:
-        with reraise_as(OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"):
-            save(tensors, storage_writer=writer, planner=_Copies(), no_dist=not dist.is_initialized())
-    finally:
-        drop_scratch(parent, checkpoint.step)
+    with _writing(parent, checkpoint.step):
+        save(tensors, storage_writer=writer, planner=_Copies(), no_dist=not dist.is_initialized())
     return checkpoint_path(parent, checkpoint.step)
 
 
@@ -91,13 +88,8 @@ def save_checkpoint_in_background(
     assert isinstance(pending, Future), "torch's default stager copies at once"
 
     def wait() -> None:
-        try:
-            with reraise_as(
-                OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"
-            ):
-                pending.result()
-        finally:
-            drop_scratch(parent, checkpoint.step)
+        with _writing(parent, checkpoint.step):
+            pending.result()
 
     return wait
 
@@ -157,6 +149,16 @@ def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
     except CheckpointException as error:
         messages = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
         raise kind(f"{text}: {messages}") from error
+
+
+@contextmanager
+def _writing(parent: Path, step: int) -> Iterator[None]:
+    """Raise OSError if a checkpoint is not written, and leave no hidden folder behind."""
+    try:
+        with reraise_as(OSError, f"{checkpoint_path(parent, step)} could not be written ({EARLIER_KEPT})"):
+            yield
+    finally:
+        drop_scratch(parent, step)
 
 
 def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:

@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.protocol import PartialAttention
+from lightning_cp.kernels.torch_kernels import half_precision_refusal
 
 
 class SageKernel:
@@ -27,10 +27,8 @@ class SageKernel:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
             return "it does not support masks"
-        if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"dtype {query.dtype} is neither float16 nor bfloat16"
-        if query.shape[-1] > 128:
-            return f"head size {query.shape[-1]} is above 128"
+        if reason := half_precision_refusal(query, largest=128):
+            return reason
         return None if importlib.util.find_spec("sageattention") else "the package sageattention is not installed"
 
     def forward(

@@ -21,9 +21,7 @@ class CudaFlashKernel:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
             return "it does not support masks"
-        if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"dtype {query.dtype} is neither float16 nor bfloat16"
-        return None if query.shape[-1] <= 256 else f"head size {query.shape[-1]} is above 256"
+        return half_precision_refusal(query, largest=256)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
@@ -71,6 +69,13 @@ class CudaFlashKernel:
         return Grads(*(x[..., :d] for x in grads))
 
 
+def half_precision_refusal(query: Tensor, *, largest: int) -> str | None:
+    """Return why a kernel of half precision does not take a query; None if it does. Args: largest: head size."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {query.dtype} is neither float16 nor bfloat16"
+    return None if query.shape[-1] <= largest else f"head size {query.shape[-1]} is above {largest}"
+
+
 def pad_heads(x: Tensor) -> Tensor:
     """Pad the last dim with zeros to a multiple of 8; attention with an explicit scale is unchanged."""
     missing = -x.shape[-1] % 8
@@ -87,10 +92,8 @@ class CudnnKernel:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
             return "it is used only without a mask"
-        if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"dtype {query.dtype} is neither float16 nor bfloat16"
-        if query.shape[-1] > 128:
-            return f"head size {query.shape[-1]} is above 128"
+        if reason := half_precision_refusal(query, largest=128):
+            return reason
         if compute_capability(query) < (8, 0):
             return "it needs compute capability 8.0"
         available = is_assumed() or torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from lightning_cp.compat.packages import missing_package
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises its errors; otherwise it prints them, with its advice
 _NOT_A_KEY = re.compile(r"Could not override '([^'@]+)'\.(?:\s+No match in the defaults list\.)?\s+To append")
-
 _NOT_AN_OPTION = re.compile(r"Could not find '([^'/]+)/([^'/]+)'\s+Available options in")
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lightning_cp.app.settings.table import SettingsError
 
 EXTRA = "extra"  # key for values of the user's own
-_NAMED_BY_USERS = ("models", "validation.models")  # their keys are names that a user can add to
+_NAMED_BY_USERS = ("models",)  # their keys are names that a user can add to
 _GLOBAL = "# @package _global_"
 HYDRA_FLAGS = (
     *("help", "version", "cfg", "resolve", "package", "run", "multirun", "info", "hydra-help", "shell-completion"),
