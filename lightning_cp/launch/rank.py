@@ -114,6 +114,8 @@ def main(spec: str) -> None:
     complete: list[bool] = []
     atexit.register(_end_process, complete)  # first, so that it runs last
     settings = json.loads(spec)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # logs keep their order, and their end if the rank is killed
     with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is not a file
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
@@ -141,6 +143,7 @@ def _end_process(complete: list[bool]) -> None:
     if not complete:
         return
     logging.shutdown()
+    gc.unfreeze()  # `gc.get_objects` leaves out what a program has frozen, as training loops do
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
             with suppress(OSError, ValueError):  # the disk is full, or it was closed

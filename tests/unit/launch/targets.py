@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -104,6 +105,7 @@ def leave_work_for_the_end(config: DictConfig) -> None:
     folder = Path(config.folder)
     _open_files.append((folder / f"file_{RANK}").open("w"))
     _open_files[0].write("not flushed")
+    gc.freeze()
     atexit.register((folder / f"handler_{RANK}").touch)
     threading.Thread(target=lambda: (time.sleep(0.5), (folder / f"thread_{RANK}").touch())).start()
     _handlers.append(ctypes.CFUNCTYPE(None)(os.abort))

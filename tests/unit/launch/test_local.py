@@ -58,7 +58,8 @@ def _runs(pid: int) -> bool:
 def test_ranks_know_their_place_and_only_the_first_speaks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     assert launch("write_environment", tmp_path).exit_code == 0
     written = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
