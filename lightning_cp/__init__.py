@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
     from lightning_cp.engine.graphs import capture_forward
-    from lightning_cp.engine.offload import OffloadCheckpoint
-    from lightning_cp.engine.recompute import save_attention, selective_checkpoint
+    from lightning_cp.engine.recompute import OffloadCheckpoint, save_attention, selective_checkpoint
     from lightning_cp.pipelines import parallelize_pipeline, unparallelize_pipeline
 
 __all__ = [
@@ -44,7 +43,7 @@ _HOMES = {
     "KeyCache": "lightning_cp.attention.key_cache",
     "SparseMask": "lightning_cp.attention.sparse",
     "context_parallel_attention": "lightning_cp.attention",
-    "OffloadCheckpoint": "lightning_cp.engine.offload",
+    "OffloadCheckpoint": "lightning_cp.engine.recompute",
     "apply_context_parallel": "lightning_cp.engine",
     "capture_forward": "lightning_cp.engine.graphs",
     "check_plan": "lightning_cp.engine",

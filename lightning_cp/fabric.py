@@ -18,12 +18,11 @@ from typing_extensions import override
 from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl, keeping_optimizers_without_state
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.auto_degrees import Example
-from lightning_cp.strategies.ddp import DDPMixin
-from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
+from lightning_cp.strategies.ddp import DDPMixin, build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import move_values
+from lightning_cp.strategies.launchers import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.mixin import ContextParallelMixin
-from lightning_cp.strategies.ranks.launchers import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.sample_counts import is_world, sum_once
 
 

@@ -27,8 +27,7 @@ from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
 from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, optimizers_to_device
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.auto_degrees import Example
-from lightning_cp.strategies.ddp import DDPMixin
-from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
+from lightning_cp.strategies.ddp import DDPMixin, build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
 from lightning_cp.strategies.trainer import (

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.joint_heads import tokens_first
+from lightning_cp.attention.heads import Heads, slice_heads, tokens_first
 from lightning_cp.attention.keys import ChunkMask, Mask, Ring, mask_of
 from lightning_cp.attention.sparse.local import NEEDED
 from lightning_cp.attention.sparse.needed import needed_keys

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.attention.heads import Heads
-from lightning_cp.attention.joint_heads import JointHeads, tokens_first
+from lightning_cp.attention.heads import Heads, JointHeads, tokens_first
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import as_bytes
 from lightning_cp.comm.transfer import exchange

@@ -14,8 +14,14 @@ from lightning_cp.attention.call import settings_of
 from lightning_cp.attention.key_cache import KeyCache
 from lightning_cp.attention.sparse.handles import is_block_mask
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
-from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
-from lightning_cp.engine.attention.masks import gather_token_mask, handle_across, outer_mask, token_mask
+from lightning_cp.engine.attention.masks import (
+    attend_here,
+    call_flex,
+    gather_token_mask,
+    handle_across,
+    outer_mask,
+    token_mask,
+)
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.attention.scope import without_scope
 from lightning_cp.engine.attention.segments import after_kept_keys, attend_by_segments

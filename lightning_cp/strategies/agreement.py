@@ -29,8 +29,8 @@ from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.strategies.gradients import sharded_units
 from lightning_cp.strategies.initial_weights import compared_tensors
-from lightning_cp.strategies.ranks.sweep_ranks import job_overrides
 from lightning_cp.strategies.settings import StrategySettings
+from lightning_cp.strategies.sweep_ranks import job_overrides
 
 Facts = Mapping[str, str]  # by name, in words
 Follow = Callable[[nn.Module], None]  # adapts a wrapper to what trains now

@@ -1,10 +1,10 @@
-"""Common part of the DDP and FSDP strategies: settings, the mesh, module selection, sharding of batches."""
+"""Common part of the strategies: settings, the mesh and its context degrees, selected modules, shards of batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatch
 from typing import Any
@@ -16,19 +16,69 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data.keyed_random import hashed_seed
+from lightning_cp.data.step_degrees import Shard, StepDegrees
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.launch.stall import watch_stalls
-from lightning_cp.mesh.degrees import AUTO
+from lightning_cp.mesh.degrees import AUTO, context_shape
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
-from lightning_cp.strategies.degree_groups import DegreeGroups
 from lightning_cp.strategies.settings import StrategySettings
+
+
+@dataclass(frozen=True)
+class DegreeGroups:
+    """The process groups of every context degree of a job.
+
+    A smaller context group has neighbouring ranks of a larger one, so ranks that share a sample at any degree also
+    share the random state and the inputs of the largest degree.
+
+    Args:
+        by_tokens: largest number of tokens of a sample -> context degree.
+        built: settings and groups by degree, the largest degree is that of the strategy.
+    """
+
+    by_tokens: Mapping[int, int]
+    built: Mapping[int, tuple[ContextParallelConfig, MeshGroups]]
+
+    @classmethod
+    def build(
+        cls, config: ContextParallelConfig, groups: MeshGroups, by_tokens: Mapping[int, int] | None
+    ) -> DegreeGroups:
+        """Build the groups. Args: config, groups: config and groups of the strategy. Ranks: the whole world."""
+        degrees = dict(by_tokens or {})
+        ring, ulysses = groups.context_shape
+        built = {groups.context_size: (config, groups)}
+        for degree in sorted({*degrees.values()} - built.keys()):
+            shape = context_shape(degree, ring=ring, ulysses=ulysses)
+            smaller = replace(config, ring_degree=shape[0], ulysses_degree=shape[1])
+            built[degree] = smaller, groups_for(smaller)
+        return cls(degrees, built)
+
+    @property
+    def steps(self) -> StepDegrees:
+        """The degrees, and this rank's data group at each of them."""
+        shards = {degree: Shard(groups.data_rank, groups.data_size) for degree, (_, groups) in self.built.items()}
+        return StepDegrees(shards, self.by_tokens)
+
+    def use(self, degree: int | None, sessions: Iterable[Session]) -> MeshGroups:
+        """Compute the following forwards of models in context groups of `degree` ranks; None: the largest degree.
+
+        Returns: the groups. Ranks: the whole world. Raises: ValueError: no groups were built for this degree.
+        """
+        chosen = max(self.built) if degree is None else degree
+        if chosen not in self.built:
+            raise ValueError(f"degree={degree} must be one of {sorted(self.built)}: add it to the strategy's `degrees`")
+        config, groups = self.built[chosen]
+        for session in sessions:
+            session.use(config, groups)
+        return groups
 
 
 @dataclass

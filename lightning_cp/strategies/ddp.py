@@ -1,27 +1,142 @@
-"""DDP strategies: weights are replicated on all data x context ranks (DistributedDataParallel)."""
+"""DDP strategies: weights are replicated on all data x context ranks; build and check the gradient buckets of DDP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
-from lightning_cp.strategies.ddp_buckets import (
-    averaged_parameters,
-    check_reduced,
-    check_trained,
-    omit_unused_warning,
-)
 from lightning_cp.strategies.mixin import ContextParallelMixin
+
+
+def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    """Build the final gradient buckets before training, with one backward of empty slices.
+
+    DDP rebuilds its buckets after its first backward, which changes the summation order over ranks. The first step of
+    a resumed run would then differ in its last bits from the same step of the original run. Here the first backward
+    has zero gradients, in reverse parameter order, before training.
+
+    Nothing is done if DDP keeps its first buckets (`find_unused_parameters`) or records the first training step
+    (`static_graph`), or if parameters have hooks, which would see these gradients.
+
+    Returns: the same object.
+    Ranks: the whole world.
+    """
+    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in parameters)
+    if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1 or hooked:
+        return ddp
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    with torch.enable_grad():
+        nothing = torch.stack([parameter.flatten()[:0].float().sum() for parameter in parameters]).sum()
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    nothing.backward()  # type: ignore[no-untyped-call]
+    ddp.reducer._rebuild_buckets()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return ddp
+
+
+def omit_unused_warning(ddp: DistributedDataParallel) -> None:
+    """Omit DDP's advice to turn off `find_unused_parameters`, which the user has not turned on.
+
+    DDP gives it once in a process, if all parameters are used, and writes it to stderr. In an autograd Function, torch
+    turns it into a Python warning, which can be ignored. Another DDP module gives it here: this one would then average
+    the gradients of the next backward, also within `no_sync`. Ranks: none.
+    """
+    device = next((parameter.device for parameter in ddp.parameters() if parameter.requires_grad), None)
+    if not ddp.find_unused_parameters or device is None:
+        return
+    used = nn.ParameterList([nn.Parameter(torch.zeros(1, device=device))])
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        other = DistributedDataParallel(
+            used, process_group=ddp.process_group, find_unused_parameters=True, init_sync=False
+        )
+        _PrepareForBackward.apply(other, used[0].sum())  # type: ignore[no-untyped-call]
+
+
+class _PrepareForBackward(torch.autograd.Function):
+    """Tell DDP which parameters an output uses."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, ddp: DistributedDataParallel, output: Tensor) -> None:
+        ddp.reducer.prepare_for_backward([output])
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, object]:
+    """Return the parameters that train, by name, with the node at which DDP gets the gradient.
+
+    A cast, a move or a replaced parameter gives another node, on which DDP has no hook.
+    """
+    return {
+        name: None if ddp.mixed_precision is not None else get_gradient_edge(x).node  # DDP casts them itself
+        for name, x in ddp.module.named_parameters()
+        if x.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def check_trained(at_setup: Mapping[str, object], ddp: nn.Module) -> None:
+    """Check that DDP averages what trains now. Args: at_setup: see `averaged_parameters`.
+
+    Raises: ValueError: other parameters train than at set-up. Frozen ones are allowed, if DDP looks for unused ones.
+    """
+    assert isinstance(ddp, DistributedDataParallel), "added by setup"
+    now = averaged_parameters(ddp)
+    new = next((name for name, node in now.items() if node is not at_setup.get(name, ddp)), None)
+    frozen = next((name for name in at_setup if name not in now), None)
+    finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+    if new is not None:
+        change = "was cast, moved or replaced" if new in at_setup else "began to train"
+    elif frozen is not None and now and not finds_unused:
+        change = "was frozen or removed"
+    else:
+        return
+    raise ValueError(
+        f"{new or frozen} {change} after set-up, and DistributedDataParallel averages gradients of the parameters of "
+        "set-up only: leave all that will train trainable at set-up, and freeze it afterwards, with the setting "
+        "find_unused_parameters=True; load values into the adapters and layers of set-up; for another precision in "
+        "some steps, use torch.autocast. Strategy cp_fsdp follows what begins to train"
+    )
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Check that the last backward has averaged all gradients. Raises: ValueError: parameters got no gradient."""
+    if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1:
+        return
+    try:
+        ddp.reducer._rebuild_buckets()  # raises if a reduction has begun and not ended
+    except RuntimeError as error:
+        unused_indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if unused_indices is None:
+            raise
+        named = ddp.module.named_parameters()
+        trained = [name for name, x in named if x.requires_grad and name not in ddp.parameters_to_ignore]
+        unused = [trained[int(index)] for index in unused_indices[1].split()]
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise ValueError(
+            f"the loss does not use the trained parameters {', '.join(unused[:3])}{more}, so their gradients and those "
+            "of others were not averaged over the ranks: set ContextParallelStrategy(find_unused_parameters=True), or "
+            "freeze them"
+        ) from error
 
 
 class DDPMixin(ContextParallelMixin):

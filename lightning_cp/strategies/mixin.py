@@ -34,11 +34,10 @@ from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
 from lightning_cp.strategies.context import ContextParallel
 from lightning_cp.strategies.gradients import mean_grad, sharded_units
 from lightning_cp.strategies.initial_weights import ReplacedWeights, equal_initial_weights
-from lightning_cp.strategies.ranks.launchers import check_start_method, choose_start_method
-from lightning_cp.strategies.ranks.local_ranks import LocalRanks
-from lightning_cp.strategies.ranks.sweep_ranks import end_previous_job
+from lightning_cp.strategies.launchers import LocalRanks, check_start_method, choose_start_method
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
+from lightning_cp.strategies.sweep_ranks import end_previous_job
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 _GRAD_ARGUMENTS = list(signature(torch.autograd.grad).parameters)[2:]

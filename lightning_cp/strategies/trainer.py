@@ -19,12 +19,13 @@ from lightning_cp.compat.trainer_names import WorkerOutput
 from lightning_cp.data.peer_batches import is_custom
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.strategies.initial_weights import share_initial_weights
+from lightning_cp.strategies.launchers import StartsProcesses
 from lightning_cp.strategies.mixin import ContextParallelMixin
-from lightning_cp.strategies.ranks.launchers import StartsProcesses
-from lightning_cp.strategies.ranks.sweep_ranks import StartsScripts
+from lightning_cp.strategies.sweep_ranks import StartsScripts
 from lightning_cp.training.ema import full_tensor
 
 _KEY = "lightning_cp_random_states"
+_AFTER_FIT_START = "run-stage"  # name of the Trainer's barrier between on_fit_start and on_train_start
 
 
 class KeepsRandomStates(ContextParallelMixin):
@@ -133,9 +134,6 @@ def batches_taken(trainer: Trainer, length: int) -> int:
     if trainer.sanity_checking:
         length = int(min(length, trainer.num_sanity_val_steps))
     return int(length * limit) if isinstance(limit, float) else min(length, limit)
-
-
-_AFTER_FIT_START = "run-stage"  # name of the Trainer's barrier between on_fit_start and on_train_start
 
 
 class SharesLateWeights(ContextParallelMixin):

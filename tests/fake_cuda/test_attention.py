@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention import operator
 from lightning_cp.attention.call import Lengths, Settings
+from lightning_cp.attention.derivatives import attention_tangents
 from lightning_cp.attention.prepared import encode_lengths
-from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
 

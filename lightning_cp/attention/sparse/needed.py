@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.attention.heads import Heads
-from lightning_cp.attention.joint_heads import tokens_first
+from lightning_cp.attention.heads import Heads, tokens_first
 from lightning_cp.attention.sparse.mask import EMPTY, SparseMask
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.transfer import Pending, exchange_flat

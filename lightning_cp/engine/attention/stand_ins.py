@@ -38,7 +38,7 @@ from lightning_cp.compat.torch_names import (
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.chosen_blocks import CHOOSERS, CHOOSING
 from lightning_cp.engine.attention.dropout import drop
-from lightning_cp.engine.attention.flex_calls import attend_here, call_flex
+from lightning_cp.engine.attention.masks import attend_here, call_flex
 from lightning_cp.engine.attention.replay import RECOMPUTING
 from lightning_cp.engine.attention.scope import SCOPE, Scope, without_scope
 from lightning_cp.errors import InterceptionError

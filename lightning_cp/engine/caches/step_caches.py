@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.compat.diffusers_hooks import hooks_of
-from lightning_cp.engine.caches.decisions import DECISIONS
 from lightning_cp.engine.caches.table import Cache, cache_of
-from lightning_cp.engine.caches.watched import WatchedHook
+from lightning_cp.engine.caches.watched import DECISIONS, WatchedHook
 from lightning_cp.engine.peers.checksum import digest_ints
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PeerMismatchError, PlanError

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -25,11 +26,15 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tree_flatten, tree_unflatten
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
+from lightning_cp.engine.graphs import recorder
 from lightning_cp.engine.graphs.model_state import PLAIN, ModelState, compared
 from lightning_cp.engine.graphs.recorder import Recorder, Recording, Timing
-from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.peers.checksum import version_of
+from lightning_cp.engine.rules.paths import unwrapped
+from lightning_cp.errors import PlanError
 from lightning_cp.nest import named_leaves
+from lightning_cp.undoable import Undo, intercept_calls
 
 Graphs = bool | Literal["auto"]
 
@@ -339,3 +344,34 @@ def _static(x: Tensor) -> Tensor:
     base = _base(x)
     own = torch.empty_strided(base.shape, base.stride(), dtype=x.dtype, device=x.device).copy_(base)
     return own.expand(x.shape)
+
+
+def capture_forward(model: nn.Module) -> Undo:
+    """Run the calls of a parallel model without gradients in CUDA graphs. Its interface does not change.
+
+    The first 2 calls with arguments of a form run eagerly, the third one is captured, and later ones are replayed: the
+    inputs are copied, and the outputs are new tensors. Another form is another graph; a model keeps the 8 that were
+    used last. A call that cannot be captured runs eagerly, and the reason is logged once. (`parallelize_pipeline` has
+    this as `graphs=`.)
+
+    Args: model: a model that `apply_context_parallel` has made parallel, on CUDA; degrees of 1 are possible.
+    Returns: a function that frees the graphs and restores the calls. To move the model's weights, or to exchange them,
+        call it before, and `capture_forward` again afterwards; otherwise calls run eagerly from then on.
+    Ranks: all of the context group, also in every call, with the same settings and adapters.
+    Raises: PlanError: the model is not parallel.
+    """
+    module = unwrapped(model)
+    installed = installed_on(module)
+    if installed is None:
+        raise PlanError(
+            f"{type(module).__name__} is not context-parallel: call apply_context_parallel first (degrees of 1 are "
+            "possible)"
+        )
+    graphed = GraphedForward(installed, True, cache(recorder.recorder_for))
+    restore = intercept_calls(module, graphed.run)
+
+    def undo() -> None:
+        restore()
+        graphed.drop()
+
+    return undo

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
-from lightning_cp.attention import joint_heads
-from lightning_cp.attention.joint_heads import JointHeads
+from lightning_cp.attention import heads as heads_of_ranks
+from lightning_cp.attention.heads import JointHeads
 from lightning_cp.comm.transfer import exchange_flat
 from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
@@ -101,7 +101,7 @@ def _memory(rank: int, world: int, heads: tuple[tuple[int, ...], ...]) -> None:
         assert [x() for x in alive] == [None] * 3
         return exchange_flat(*args, **kwargs)  # type: ignore[arg-type]
 
-    with mock.patch.object(joint_heads, "exchange_flat", exchange):
+    with mock.patch.object(heads_of_ranks, "exchange_flat", exchange):
         joint.to_tokens(tensors)
 
 

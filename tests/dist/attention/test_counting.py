@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attention import call, context_parallel_attention, gathered, joint_heads, keys, ulysses
+from lightning_cp.attention import call, context_parallel_attention, gathered, heads, keys, ulysses
 from lightning_cp.comm import packet
 from lightning_cp.comm import ring_exchange as rotation
 from lightning_cp.comm.transfer import Pending
@@ -85,7 +85,7 @@ def counted() -> Iterator[Traffic]:
     patch(gathered, "gather_flat", of_gather)
     patch(gathered, "exchange_flat", of_grads)
     patch(ulysses, "exchange", of_ulysses)
-    patch(joint_heads, "exchange_flat", of_joint_heads)
+    patch(heads, "exchange_flat", of_joint_heads)
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
     patch(keys, "attend", lambda *_, **__: traffic.log.append("attend"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
-from lightning_cp.attention.joint_heads import JointHeads
+from lightning_cp.attention.heads import JointHeads
 from lightning_cp.comm import halo, ring_exchange, shards
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.transfer import Pending, exchange

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
-from lightning_cp.attention import call, gathered, joint_heads, keys, operator
+from lightning_cp.attention import call, gathered, heads, keys, operator
 from lightning_cp.engine.sharding import specs as sharding
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.attention.test_counting import counted
@@ -363,7 +363,7 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
         torch.no_grad(),
         mock.patch.object(call, "all_gather_ints", wraps=call.all_gather_ints) as sizes,
         mock.patch.object(gathered, "gather_flat", wraps=gathered.gather_flat) as packets,
-        mock.patch.object(joint_heads, "exchange_flat", wraps=joint_heads.exchange_flat) as swaps,
+        mock.patch.object(heads, "exchange_flat", wraps=heads.exchange_flat) as swaps,
     ):
         model(**arguments)
     return sizes.call_count, packets.call_count, swaps.call_count

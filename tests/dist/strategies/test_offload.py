@@ -10,8 +10,7 @@ import torch
 
 from lightning_cp.comm.background import SideStream
 from lightning_cp.engine import recompute
-from lightning_cp.engine.offload import OffloadCheckpoint
-from lightning_cp.engine.recompute import checkpoint_blocks
+from lightning_cp.engine.recompute import OffloadCheckpoint, checkpoint_blocks
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.engine.test_engine_features import _with_lora
 from tests.dist.lightning_ranks import fabric_of, whole

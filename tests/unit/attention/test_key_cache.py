@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, KeyCache, context_parallel_attention
-from lightning_cp.attention.key_cache import cache as module
+from lightning_cp.attention import key_cache as module
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh.groups import SINGLE_RANK
 

@@ -15,7 +15,7 @@ from diffusers.hooks.hooks import HookRegistry, StateManager
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.caches import StepCaches
-from lightning_cp.engine.caches.decisions import ratio
+from lightning_cp.engine.caches.watched import ratio
 from lightning_cp.errors import PlanError, ShapeError
 from tests.dist.step_caches import Clock, loop
 from tests.models import TINY

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import OffloadCheckpoint
 from lightning_cp.comm.background import SideStream
 from lightning_cp.compat.torch_names import in_backward
-from lightning_cp.engine import offload
+from lightning_cp.engine import recompute
 from tests.dist.compare import outcome
 from tests.models import TINY
 
@@ -79,13 +79,13 @@ def logged(log: list[str]) -> Iterator[None]:
 def counted() -> Iterator[Callable[[], int]]:
     """Yield a function that counts the blocks with inputs in host memory."""
     living: list[weakref.ref[Any]] = []
-    original = offload._Inputs.__init__
+    original = recompute._Inputs.__init__
 
     def noted(inputs: Any, *args: Any) -> None:
         original(inputs, *args)
         living.append(weakref.ref(inputs))
 
-    with mock.patch.object(offload._Inputs, "__init__", noted):
+    with mock.patch.object(recompute._Inputs, "__init__", noted):
         yield lambda: sum(x() is not None for x in living)
 
 

@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_cp.launch.rendezvous import LISTENER
-from lightning_cp.strategies.ranks.local_ranks import LocalRanks
+from lightning_cp.strategies.launchers import LocalRanks
 
 
 @pytest.fixture

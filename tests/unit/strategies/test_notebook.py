@@ -15,7 +15,7 @@ from lightning.fabric.utilities import imports
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp import fabric, pytorch
-from lightning_cp.strategies.ranks.launchers import choose_start_method, ready_to_launch
+from lightning_cp.strategies.launchers import choose_start_method, ready_to_launch
 
 ALL = [
     fabric.ContextParallelStrategy,

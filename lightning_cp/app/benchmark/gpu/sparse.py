@@ -16,8 +16,7 @@ from lightning_cp.attention.heads import slice_heads
 from lightning_cp.attention.keys import Ring, attend_keys, key_grads
 from lightning_cp.attention.sparse import SparseMask
 from lightning_cp.attention.sparse.local import LocalMask
-from lightning_cp.attention.sparse.runs import attend_runs, attend_runs_backward
-from lightning_cp.attention.sparse.tiles import Tiles
+from lightning_cp.attention.sparse.tiles import Tiles, attend_runs, attend_runs_backward
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 RATIO_GOAL = 1.3  # for masks of whole frames

@@ -1,1 +1,0 @@
-"""Start the ranks of a strategy on this machine."""
