@@ -91,26 +91,26 @@ class Call:
 
     def sizes_of(self, modality: str) -> tuple[int, ...]:
         """Return each rank's number of tokens of one modality; zeros if its length is unknown (it was not passed)."""
-        return self.parts(modality)[1:-1]
+        return self.division(modality)[1:-1]
 
-    def parts(self, modality: str) -> tuple[int, ...]:
+    def division(self, modality: str) -> tuple[int, ...]:
         """Return how a modality's tokens are divided: those before the current patch, each rank's, those after it.
 
         Without patches there are no tokens before and after.
         """
         rows, length = self.rows.get(modality), self.lengths.get(modality, 0)
-        return tuple(n * self.row_tokens(modality) for n in self._parts(rows or length))
+        return tuple(n * self.row_tokens(modality) for n in self._division(rows or length))
 
     def row_tokens(self, modality: str) -> int:
         """Return the number of tokens of a row; 1 for a modality that is split between tokens."""
         rows = self.rows.get(modality)
         return self.lengths.get(modality, 0) // rows if rows else 1
 
-    def row_parts(self, modality: str) -> tuple[int, ...]:
-        """Return how the rows of a modality are divided, as `parts`."""
-        return self._parts(self.rows[modality])
+    def row_division(self, modality: str) -> tuple[int, ...]:
+        """Return how the rows of a modality are divided, as `division`."""
+        return self._division(self.rows[modality])
 
-    def _parts(self, length: int) -> tuple[int, ...]:
+    def _division(self, length: int) -> tuple[int, ...]:
         if self.evaluation is None:
             return (0, *sizes_in(self.groups, length), 0)
         patch = self.evaluation.tokens(length)
@@ -128,7 +128,7 @@ class Call:
         start = 0
         by_rank: list[list[range]] = [[] for _ in range(self.groups.context_size)]
         for modality in modalities:
-            before, *sizes, _ = self.parts(modality)
+            before, *sizes, _ = self.division(modality)
             first = start + before
             for rank, length in enumerate(sizes):
                 by_rank[rank].append(range(first, first + length))

@@ -33,7 +33,7 @@ from lightning_cp.strategies.settings import StrategySettings
 from lightning_cp.strategies.sweep_ranks import job_overrides
 
 Facts = Mapping[str, str]  # by name, in words
-Follow = Callable[[nn.Module], None]  # adapts a wrapper to what trains now
+Adapt = Callable[[nn.Module], None]  # adapts a wrapper to what trains now
 _KIND = attrgetter("requires_grad", "dtype")
 _STORAGE: Callable[[Any], Any] = StorageWeakRef
 _SHARD = "of shard "  # in the names of weights that some ranks hold
@@ -88,13 +88,13 @@ class Agreement:
         if _has_peers():
             self._loaded[module] = _WeightsAtSetup(module)
 
-    def add_wrapper(self, wrapper: nn.Module, follow: Follow) -> None:
+    def add_wrapper(self, wrapper: nn.Module, adapt: Adapt) -> None:
         """Compare the trained parameters of a DDP module or a sharded module with those at set-up.
 
-        Args: follow: called on all ranks if they have all changed in the same way. Raises ValueError if it cannot.
+        Args: adapt: called on all ranks if they have all changed in the same way. Raises ValueError if it cannot.
         Ranks: the whole world.
         """
-        self._wrappers[wrapper] = _Trained(wrapper, follow)
+        self._wrappers[wrapper] = _Trained(wrapper, adapt)
         if _has_peers():
             world_control("agreement")
 
@@ -134,7 +134,7 @@ class Agreement:
             _compare(ValueError, _LOADED, facts[1])
             _compare(PeerMismatchError, _OPTIMIZERS, facts[2])
         for x, one in changed.items():
-            one.follow(x)
+            one.adapt(x)
         if looks and weights:
             self._start_sums(averaged)
 
@@ -170,8 +170,8 @@ class Agreement:
 class _Trained:
     """The parameters of a DDP module or a sharded module that train, and the weights that several ranks hold."""
 
-    def __init__(self, wrapper: nn.Module, follow: Follow) -> None:
-        self.follow, self._state = follow, _state_of(wrapper)
+    def __init__(self, wrapper: nn.Module, adapt: Adapt) -> None:
+        self.adapt, self._state = adapt, _state_of(wrapper)
         self._versions = {name: version_of(x) for name, x in _replicas(wrapper).items()}
 
     def has_changed(self, wrapper: nn.Module) -> bool:

@@ -114,7 +114,7 @@ def check_trained(at_setup: Mapping[str, object], ddp: nn.Module) -> None:
         f"{new or frozen} {change} after set-up, and DistributedDataParallel averages gradients of the parameters of "
         "set-up only: leave all that will train trainable at set-up, and freeze it afterwards, with the setting "
         "find_unused_parameters=True; load values into the adapters and layers of set-up; for another precision in "
-        "some steps, use torch.autocast. Strategy cp_fsdp follows what begins to train"
+        "some steps, use torch.autocast. Strategy cp_fsdp trains what is unfrozen later"
     )
 
 
@@ -186,7 +186,7 @@ class DDPMixin(ContextParallelMixin):
             attribute: Any = [*ignored, *(name for name in names if name not in ignored)]
             module._ddp_params_and_buffers_to_ignore = attribute
 
-    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+    def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
         assert isinstance(wrapper, DistributedDataParallel), "made by setup"
         if self._finds_unused:
             omit_unused_warning(wrapper)

@@ -42,7 +42,7 @@ class EqualBranches:
         self._group: dist.ProcessGroup | None = None
         self._world: dist.ProcessGroup | None = None
 
-    def follow(
+    def watch(
         self, module: nn.Module, installed: Sequence[Installed], check: Callable[[Any], None], *, every_unit: bool
     ) -> None:
         """Compare from now on the forwards of transformers, and of FSDP2 units outside of transformers.

@@ -195,7 +195,7 @@ class FSDPMixin(ContextParallelMixin):
         """Compare which modules the ranks run, and whether they can, unless check_peers="off"."""
         if self.context.groups is not None and dist.is_initialized() and self._settings.check_peers != "off":
             every_unit = self._settings.check_peers == "always"
-            self._branches.follow(module, installed, _refuse_change, every_unit=every_unit)
+            self._branches.watch(module, installed, _refuse_change, every_unit=every_unit)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward. Raises: PeerMismatchError: other ranks run a forward; see `EqualBranches.next`."""
@@ -259,11 +259,11 @@ class FSDPMixin(ContextParallelMixin):
                 )
 
     @override
-    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
-        return self._follow_trained
+    def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+        return self._adapt_to_trained
 
-    def _follow_trained(self, wrapper: nn.Module) -> None:
-        """Let FSDP2 reduce the gradients of the parameters that train now; it follows changes of sharded ones.
+    def _adapt_to_trained(self, wrapper: nn.Module) -> None:
+        """Let FSDP2 reduce the gradients of the parameters that train now; it sees changes of sharded ones itself.
 
         Raises: ValueError: one is not sharded, or has another dtype than others of its unit.
         """

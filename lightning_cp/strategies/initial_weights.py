@@ -237,7 +237,7 @@ class ReplacedWeights:
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     @contextmanager
-    def following(self, module: nn.Module) -> Iterator[None]:
+    def recording(self, module: nn.Module) -> Iterator[None]:
         """Record which parameters of `module` are replaced inside the context, by name."""
         before = dict(module.named_parameters())
         yield

@@ -302,7 +302,7 @@ class ContextParallelMixin:
 
         Raises, on all ranks:
             ValueError: weights were loaded, cast, or changed in what trains, on some ranks only or in a way that the
-                strategy cannot follow; replicated weights differ (not with check_peers="off").
+                strategy cannot adapt to; replicated weights differ (not with check_peers="off").
             PeerMismatchError: optimizers have other settings on other ranks; not with check_peers="off".
         """
         checks = self._settings.check_peers != "off"
@@ -382,7 +382,7 @@ class ContextParallelMixin:
         From then on, the ranks of each context group draw the same random numbers. The first backward checks that no
         weights were loaded on some ranks only.
         """
-        with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
+        with self._replaced.recording(module), equal_initial_weights(module, self._lightning.root_device):
             yield
         self._agreement.add_weights(module)
         self._share_random_state()
@@ -391,16 +391,16 @@ class ContextParallelMixin:
         """Check optimizers before their first step. Raises: ValueError: one cannot update the weights."""
 
     def watch_trained(self, wrapper: nn.Module) -> None:
-        """Compare between ranks what trains in a DDP or sharded module, and follow or refuse changes."""
+        """Compare between ranks what trains in a DDP or sharded module, and adapt to changes, or refuse them."""
         if self.context.groups is not None and self.context_size > 1:
             install_stand_ins(wrapper)
             SHARED_SAMPLES.add(wrapper)
-        self._agreement.add_wrapper(wrapper, self._follower(wrapper))
+        self._agreement.add_wrapper(wrapper, self._adapter(wrapper))
 
     def _check_reduced(self) -> None:
         """Check that the gradients of DDP modules were averaged."""
 
-    def _follower(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
+    def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
         """Return a function that adapts a wrapper to the parameters that train now, equally on all ranks."""
         raise NotImplementedError
 

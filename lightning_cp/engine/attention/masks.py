@@ -92,7 +92,7 @@ def handle_here(block_mask: Any, call: Call, queries: int, keys: int) -> Tensor:
         for modality, length in call.lengths.items()
         if length == lengths[0] and call.sizes_of(modality)[rank] == queries
     ]
-    firsts = {sum(call.parts(modality)[: rank + 1]) for modality in fitting}
+    firsts = {sum(call.division(modality)[: rank + 1]) for modality in fitting}
     if len(firsts) != 1 or keys != lengths[1] or call.evaluation is not None:
         raise InterceptionError(
             f"the block mask is of {lengths} queries and keys, but attention over whole keys has {queries} queries on "

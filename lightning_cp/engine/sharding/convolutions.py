@@ -226,7 +226,7 @@ class HaloHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         call, rule = self.session.current(), self.rule
-        (_, *sizes, _), x = call.row_parts(rule.modality), args[0]
+        (_, *sizes, _), x = call.row_division(rule.modality), args[0]
         if not isinstance(x, Tensor) or x.shape[rule.dim] != sizes[call.groups.context_rank]:
             raise PlanError(f"{rule.path} got {tuple(x.shape)}, not this rank's rows {sizes} in dim {rule.dim}")
         extended = halo_exchange(x, rule.dim, sizes, rule.reach, call.groups.name)
@@ -242,7 +242,7 @@ class HaloHook(EngineHook):
 
     def _rows(self) -> list[range]:
         call, rows = self.session.current(), []
-        start, *sizes, _ = call.row_parts(self.rule.modality)
+        start, *sizes, _ = call.row_division(self.rule.modality)
         for size in sizes:
             rows.append(range(start, start + size))
             start += size

@@ -138,7 +138,7 @@ def _shard_anew(x: Any, spec: Split, *, name: str, session: Session, strict: boo
         return x
     define_length(n, spec, name=name, session=session)
     rank, local = call.groups.context_rank, call.sizes(spec.modalities)[call.groups.context_rank]
-    parts = [_local(call, s) if s in spec.local else call.parts(s) for s in spec.modalities]
+    parts = [_local(call, s) if s in spec.local else call.division(s) for s in spec.modalities]
     ranks = [0 if s in spec.local else rank + 1 for s in spec.modalities]
     total = sum(map(sum, parts))
     if spec.folded and total and n % total == 0:
@@ -185,7 +185,7 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     rank = call.groups.context_rank
     if isinstance(spec, Rows):
         call.rows[spec.modality] = n
-        return call.row_parts(spec.modality)[1:-1][rank]
+        return call.row_division(spec.modality)[1:-1][rank]
     define_length(n, spec, name=name, session=session)
     whole = sum(call.lengths[modality] for modality in spec.modalities)
     if n != whole:
@@ -234,7 +234,7 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session, before: S
     if x.shape[-2] != whole:
         return x
     query_mask = narrow(
-        x, x.ndim - 2, [call.parts(modality) for modality in spec.modalities], [rank + 1] * len(spec.modalities)
+        x, x.ndim - 2, [call.division(modality) for modality in spec.modalities], [rank + 1] * len(spec.modalities)
     )
     if call.evaluation is not None:  # buffered keys are in the order of the sequence
         call.evaluation.check_order(spec.modalities, name)
@@ -293,7 +293,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     gathered = gather_shards(x, dim, sizes, call.groups.name)
     if call.evaluation is None:
         return gathered
-    parts = [call.parts(modality) for modality in spec.modalities]
+    parts = [call.division(modality) for modality in spec.modalities]
     return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 

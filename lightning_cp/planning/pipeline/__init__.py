@@ -1,1 +1,0 @@
-"""The stages of a sample: the components of a pipeline, and their memory and time."""
