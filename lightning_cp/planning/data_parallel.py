@@ -11,12 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.fsdp_names import allow_returned_views, weights_of_unit
+from lightning_cp.compat.fsdp_names import allow_returned_views
 from lightning_cp.engine.apply import Installed
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.pipelines.placement.sharding import gather_ahead, layers_with_weights
 from lightning_cp.planning.recorder import Recorder
-from lightning_cp.planning.step import Shards, Weights
 from lightning_cp.strategies.fsdp_units import find_fsdp_units
 
 BUCKET_BYTES = 25 << 20  # of DistributedDataParallel
@@ -111,13 +110,3 @@ def count_sharded_gradients(recorder: Recorder, parameters: Sequence[Tensor]) ->
     for x in parameters:
         if isinstance(x.grad, DTensor):
             recorder.tracker.move(x.grad.to_local(), "gradients")
-
-
-def shards_of(model: nn.Module, weights: Sequence[Tensor]) -> Shards:
-    """Return what FSDP2 shards. Args: weights: all weights of the model, those of removed blocks included."""
-    units = [weights_of_unit(unit) for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return Shards(_forms(weights), tuple(map(_forms, units)))
-
-
-def _forms(weights: Sequence[Tensor]) -> Weights:
-    return tuple((x.shape[0], x.numel() // x.shape[0] * x.element_size(), x.requires_grad) for x in weights)

@@ -1,4 +1,7 @@
-"""Record one step of a parallel model: forward, and in training backward and the optimizer's step."""
+"""Record one step of a parallel model: forward, and in training backward and the optimizer's step.
+
+The optimizer's step depends on the forms of the weights only, so it is recorded once for equal weights.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -19,10 +22,79 @@ from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type
-from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight, shards_of
-from lightning_cp.planning.optimizer import MakeOptimizer, adamw, optimizer_step
+from lightning_cp.planning.data_parallel import GradientBuckets, count_sharded_gradients, local_weight
 from lightning_cp.planning.recorder import WEIGHTS, WORLD, Recorder, Segment
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
+
+OPTIMIZER = "optimizer"  # name of the optimizer's part
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a weight. Attributes: storage_bytes: with the padding of a shard."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage_bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Form:
+        """Return the form of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.untyped_storage().nbytes())
+
+    def make(self) -> nn.Parameter:
+        """Return a weight of this form."""
+        storage = torch.empty(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype)
+        return nn.Parameter(storage.as_strided(self.shape, self.stride))
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What an optimizer's step does. Attributes: state_bytes: memory of its state. segment: its events and memory."""
+
+    state_bytes: int
+    segment: Segment
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make AdamW, with its default for the device: on a GPU it computes all weights at once."""
+    return torch.optim.AdamW(parameters, foreach=device_type(parameters[0]) == "cuda")
+
+
+def optimizer_step(weights: Sequence[Tensor], make: MakeOptimizer, *, kind: str, fake: bool) -> OptimizerStep:
+    """Record a step of the optimizer of these weights, in which gradients are freed.
+
+    Args: kind: kind of the device. fake: the weights have no storage.
+    """
+    return _recorded(tuple(map(Form.of, weights)), make, kind, fake)
+
+
+@lru_cache(maxsize=8)
+def _recorded(forms: tuple[Form, ...], make: MakeOptimizer, kind: str, fake: bool) -> OptimizerStep:
+    weights = [form.make() for form in forms]
+    optimizer = make(weights)
+    with Recorder({}):  # its state exists after the first step
+        for x in weights:
+            x.grad = torch.empty_like(x)
+        optimizer.step()
+    recorder = Recorder({})
+    _count(recorder, weights, "weights")
+    _count(recorder, optimizer.state, "optimizer")
+    _count(recorder, [x.grad for x in weights], "gradients")
+    recorder.mark(OPTIMIZER)
+    with recorder:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    recorder.mark("end")  # memory that is freed later does not count
+    state_bytes = sum(x.untyped_storage().nbytes() for x in of_type(Tensor, optimizer.state))
+    return OptimizerStep(state_bytes, recorder.segments[-2])
+
+
+def _count(recorder: Recorder, value: object, category: str) -> None:
+    for x in of_type(Tensor, value):
+        recorder.tracker.add(x, category)
 
 
 def mean_square(output: Any, target: Tensor | None = None) -> Tensor:
@@ -121,8 +193,7 @@ def record_step(
         marks.remove()
     counts = {marks.name(block): count for block, count in repeats.items()}
     recorder.mark("end")
-    step = composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
-    return replace(step, shards=shards_of(model, weights) if layout.sharded and trained else None)
+    return composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
 
 
 def _run(
@@ -190,16 +261,14 @@ class _Marks:
 def composed(layout: Layout, segments: Sequence[Segment], counts: Mapping[str, int]) -> Step:
     """Join the segments of a step. Args: counts: how often those of each block are repeated."""
     total, peak = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
-    parts, peaks, calls, at = [], [], 0, ""
+    parts, calls, at = [], 0, ""
     for segment in segments:
         repeats = counts.get(segment.name.removesuffix(" backward"), 1)
-        peaks.append(dict.fromkeys(CATEGORIES, 0))
         for _ in range(repeats):
             highest = {name: total[name] + segment.span.peak[name] for name in CATEGORIES}
             if sum(highest.values()) > sum(peak.values()):
                 peak, at = highest, segment.name
-            peaks[-1] = max(peaks[-1], highest, key=lambda x: sum(x.values()))
             total = {name: total[name] + segment.span.grown[name] for name in CATEGORIES}
         parts.append(Part(segment.name, tuple(segment.events), repeats))
         calls += segment.calls * repeats
-    return Step(layout, tuple(parts), peak, calls, at, tuple(peaks))
+    return Step(layout, tuple(parts), peak, calls, at)

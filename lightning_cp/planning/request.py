@@ -11,10 +11,10 @@ import torch
 
 from lightning_cp.finetune.adapters.lora import LoraSettings
 from lightning_cp.pipelines.settings import Placement
+from lightning_cp.planning.components import Pipeline
 from lightning_cp.planning.devices import GB, Device
 from lightning_cp.planning.layouts import Task, check_fixed, overrides_of
 from lightning_cp.planning.models import PlannedModel
-from lightning_cp.planning.pipeline.components import Pipeline
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times
 from lightning_cp.rules import MLP_TILES, Integer, Number

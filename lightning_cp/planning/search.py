@@ -1,7 +1,11 @@
-"""Choose a layout: dry-run those that may fit, compute their times, and take the simplest one of the best."""
+"""Choose a layout: dry-run those that may fit, compute their times, and take the simplest one of the best.
+
+In sampling, memory and time of encode and decode are added.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,30 +17,32 @@ import torch
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.pipelines.placement.sharding import layers_with_weights
+from lightning_cp.planning.components import Component, ComponentRuns, Pipeline, Stage
 from lightning_cp.planning.devices import GB
-from lightning_cp.planning.dry_run import UntraceableError
-from lightning_cp.planning.dry_runs import DryRuns
+from lightning_cp.planning.dry_run import ShortModels, UntraceableError, dry_run
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
-from lightning_cp.planning.pipeline.stages import with_stages
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request, closest
-from lightning_cp.planning.step import Layout
+from lightning_cp.planning.models import of_dtype
+from lightning_cp.planning.recording import StepSettings
+from lightning_cp.planning.request import Choice, Excluded, Plan, Request, SampleStage, closest
+from lightning_cp.planning.step import Layout, Step
 from lightning_cp.planning.timeline import time_step
 
+_LOG = logging.getLogger(__name__)
 OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
 _ADVICE = {
     "train": "Try lora.rank=16, mlp_tiles=auto, a smaller batch_size or size, or more ranks",
     "sample": "Try stages=offload, pipe.vae.enable_tiling(), a smaller size, or more ranks",
 }
+Run = Callable[[Component], Step | str]
 
 
-def plan(request: Request, runs: DryRuns | None = None) -> Plan:
+def plan(request: Request) -> Plan:
     """Search all layouts of the ranks.
 
-    Args: runs: dry runs that are shared with other requests for the same model; None: not shared.
     Raises: ValueError: the model has no plan, its forward cannot be traced, or no layout is possible for it.
     """
-    search = _Search(request, runs or DryRuns())
+    search = _Search(request)
     searched = list(layouts(request.ranks, request.task, request.fixed))
     if not searched:
         raise ValueError(f"fixed={dict(request.fixed)}: no layout of {request.ranks} ranks has these degrees")
@@ -50,30 +56,25 @@ def plan(request: Request, runs: DryRuns | None = None) -> Plan:
     return Plan(request, choices, equal, tuple(search.excluded), reason)
 
 
-def predicted(request: Request, layout: Layout) -> Choice:
-    """Dry-run one layout, and compute its time. Raises: ValueError: see `dry_run`."""
-    return _Search(request, DryRuns()).run(layout)
-
-
-def ranked(
-    choices: Iterable[Choice], *, within: float = CLASS, seconds: Callable[[Choice], float] = attrgetter("sample_s")
-) -> tuple[tuple[Choice, ...], int]:
-    """Sort choices by time; those within a factor of the fastest by simplicity. Returns: also the number of those."""
-    by_time = sorted(choices, key=seconds)
-    equal = [x for x in by_time if seconds(x) <= within * seconds(by_time[0])]
-    equal.sort(key=lambda x: (simplicity(x.layout), seconds(x)))
+def ranked(choices: Iterable[Choice]) -> tuple[tuple[Choice, ...], int]:
+    """Sort choices by time; those within 15 % of the fastest by simplicity. Returns: also the number of those."""
+    by_time = sorted(choices, key=attrgetter("sample_s"))
+    equal = [x for x in by_time if x.sample_s <= CLASS * by_time[0].sample_s]
+    equal.sort(key=lambda x: (simplicity(x.layout), x.sample_s))
     return (*equal, *by_time[len(equal) :]), len(equal)
 
 
 @dataclass
 class _Search:
     request: Request
-    runs: DryRuns
     choices: list[Choice] = field(default_factory=list)
     excluded: list[Excluded] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._seen: dict[Layout, Choice] = {}  # all that were dry-run, also those that do not fit
+        self._steps: dict[Layout, Step] = {}
+        self._short_models: ShortModels = {}
+        self._components = ComponentRuns()
         with torch.device("meta"):
             model: Any = self.request.model.build()
         if self.request.lora is not None:
@@ -123,9 +124,9 @@ class _Search:
             self.choices.append(choice)
 
     def run(self, layout: Layout) -> Choice:
-        """Dry-run a layout. The result of one with other data or CFG ranks is used if it is the same."""
+        """Dry-run a layout, and compute its time."""
         request = self.request
-        step = self.runs.step(request, layout)
+        step = self._step(layout)
         times = time_step(step, request.device)
         samples = request.batch_size * (layout.data if request.task == "train" else 1)
         seconds = times.seconds * request.forwards(layout) / samples
@@ -133,10 +134,32 @@ class _Search:
         if request.pipeline is not None:
             sharded = (self._weights - self._whole) // shard_ranks(layout, request.task)
             transformer_bytes = self._whole + sharded + self._buffers
-            run = partial(self.runs.component, request, layout)
+            ranks = layout.cfg * layout.ring * layout.ulysses
+            run = partial(self._components.run, ranks=ranks, device=request.device.profile(), dtype=request.dtype)
             choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
         return choice
+
+    def _step(self, layout: Layout) -> Step:
+        """Dry-run a layout. In sampling, data and CFG ranks do the same on other samples and other branches."""
+        request, traced = self.request, layout
+        if request.task == "sample":
+            traced = replace(layout, data=1, cfg=1)
+        if traced not in self._steps:
+            _LOG.info("dry run of %s", described(traced))
+            self._steps[traced] = dry_run(
+                request.model.build,
+                of_dtype(request.model.inputs, request.dtype),
+                traced,
+                StepSettings(request.task, request.autocast),
+                device=request.device.profile(),
+                dtype=request.dtype,
+                lora=request.lora,
+                plan=request.plan,
+                mlp_tiles=request.mlp_tiles,
+                short_models=self._short_models,
+            )
+        return replace(self._steps[traced], layout=layout)
 
     def what_is_missing(self) -> str:
         """Return how much memory the layout lacks that needs the least, and what usually helps."""
@@ -212,3 +235,60 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
         f"{described(best.layout)}: {others}, bound by {bound} ({share:.0%} of the time), "
         f"{used:.1f} of {request.memory:g} GB"
     )
+
+
+def with_stages(choice: Choice, request: Request, pipeline: Pipeline, transformer_bytes: int, run: Run) -> Choice:
+    """Return a choice with all stages of a sample. Its peak is that of the stage with the highest one.
+
+    Args:
+        choice: a forward of the transformer.
+        transformer_bytes: weights of the transformer on a rank.
+        run: dry-runs a component, or returns why that is not possible.
+    """
+    weights = _Weights(choice, request, pipeline, transformer_bytes)
+    denoise = SampleStage("denoise", choice.peak, choice.times.seconds * request.forwards(choice.layout))
+    stages = (
+        _stage("encode", request, pipeline, weights, run),
+        replace(denoise, peak=weights.beside("denoise", "transformer", choice.peak)),
+        _stage("decode", request, pipeline, weights, run),
+    )
+    highest = max(stages, key=attrgetter("peak_bytes"))
+    return replace(choice, peak=highest.peak, stages=stages)
+
+
+class _Weights:
+    """Weights of all components on a rank, in bytes."""
+
+    def __init__(self, choice: Choice, request: Request, pipeline: Pipeline, transformer_bytes: int) -> None:
+        self._setting = request.stages
+        self.sizes: dict[str, tuple[Stage, int]] = {"transformer": ("denoise", transformer_bytes)}
+        for x in pipeline.components:
+            parts = shard_ranks(choice.layout, "sample") if x.stage == "denoise" else 1
+            self.sizes[x.name] = x.stage, x.weight_bytes(request.dtype) // parts
+
+    def beside(self, stage: Stage, caller: str, peak: dict[str, int]) -> dict[str, int]:
+        """Return the peak of a component's call with the weights of all other components on the device."""
+        others = (x for name, (of, x) in self.sizes.items() if name != caller and self._is_there(of, stage))
+        return {**peak, "weights": peak.get("weights", 0) + sum(others)}
+
+    def _is_there(self, of: Stage, now: Stage) -> bool:
+        """Return True if the weights of a stage are on the device in another one."""
+        if self._setting == "together":
+            return True
+        return of == now and (of != "denoise" or self._setting == "release")  # of two experts, one is on the device
+
+
+def _stage(stage: Stage, request: Request, pipeline: Pipeline, weights: _Weights, run: Run) -> SampleStage:
+    found = SampleStage(stage, weights.beside(stage, "", {}), 0.0)
+    for component in pipeline.components:
+        if component.stage != stage:
+            continue
+        step = run(component) if component.inputs is not None else f"the inputs of {component.name} are not known"
+        if isinstance(step, str):
+            found = replace(found, problems=(*found.problems, f"{step}: only its weights are counted"))
+            continue
+        peak = weights.beside(stage, component.name, step.peak)
+        calls = 2 if stage == "encode" and request.model.guided else 1  # of the prompt and the negative prompt
+        seconds = found.seconds + calls * time_step(step, request.device).seconds
+        found = replace(found, peak=max(found.peak, peak, key=lambda x: sum(x.values())), seconds=seconds)
+    return found

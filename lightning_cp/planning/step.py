@@ -94,22 +94,6 @@ class Part:
     repeats: int = 1
 
 
-Weights = tuple[tuple[int, int, bool], ...]  # rows, bytes of a row, and whether it is trained, of each weight
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Weights that FSDP2 shards by rows. Attributes: weights: all. units: those that are gathered together."""
-
-    weights: Weights
-    units: tuple[Weights, ...]
-
-
-def shard_bytes(weights: Weights, ranks: int, *, trained: bool = False) -> int:
-    """Return the bytes of a shard, with its padding. Args: trained: count the trained weights only."""
-    return sum(-(-rows // ranks) * size for rows, size, trains in weights if trains or not trained)
-
-
 @dataclass(frozen=True)
 class Step:
     """A dry run of one step of one rank.
@@ -120,8 +104,6 @@ class Step:
         peak: bytes at the peak of memory, by category.
         calls: calls into PyTorch by the host (operators and exchanges).
         at: name of the part with the peak of memory.
-        peaks: bytes at the peak of each part, by category.
-        shards: the sharded weights of a training step; None: replicated.
     """
 
     layout: Layout
@@ -129,8 +111,6 @@ class Step:
     peak: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     at: str = ""
-    peaks: tuple[dict[str, int], ...] = ()
-    shards: Shards | None = None
 
     def events(self) -> Iterator[Event]:
         """Yield all events; transfers of a repeated part are numbered anew in each repetition."""

@@ -76,7 +76,7 @@ MAX_LINES = {
     "mesh": 600,
     "pipeline_folder": 280,
     "pipelines": 7600,
-    "planning": 2920,
+    "planning": 2730,
     "plans": 1820,
     "root": 1680,
     "sampling": 220,

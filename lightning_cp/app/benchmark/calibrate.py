@@ -21,8 +21,8 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.comm.transfer import all_gather_tensor
 from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
-from lightning_cp.planning.optimizer import adamw
 from lightning_cp.planning.recorder import Recorder, Segment
+from lightning_cp.planning.recording import adamw
 from lightning_cp.planning.step import Compute
 
 _REPEATS = 5

@@ -17,9 +17,9 @@ from lightning_cp.launch.rank import load_target
 from lightning_cp.pipeline_folder.index import index_file, read_index
 
 if TYPE_CHECKING:
+    from lightning_cp.planning.components import Pipeline
     from lightning_cp.planning.devices import Device
     from lightning_cp.planning.models import MediaSize, PlannedModel
-    from lightning_cp.planning.pipeline.components import Pipeline
     from lightning_cp.planning.request import Request
 
 Components = tuple[str, dict[str, tuple[str, dict[str, Any]]]]  # class of the pipeline; class and config by name
@@ -70,8 +70,8 @@ def request_of(config: DictConfig) -> Request:
 
 def model_of(config: DictConfig, components: Components | None) -> PlannedModel:
     """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
+    from lightning_cp.planning.components import compression_of
     from lightning_cp.planning.models import PlannedModel, diffusers_model
-    from lightning_cp.planning.pipeline.components import compression_of
 
     name, path = str(config.model), Path(str(config.model))
     if name.endswith(".py"):
@@ -117,7 +117,7 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
 
 def _pipeline_of(config: DictConfig, components: Components | None) -> Pipeline | None:
     """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
-    from lightning_cp.planning.pipeline.components import make_pipeline
+    from lightning_cp.planning.components import make_pipeline
 
     name = str(config.model)
     usual = _plain(config.models[name].size) if name in config.models else {}
@@ -128,7 +128,7 @@ def _components(config: DictConfig) -> Components | None:
     """Return the class of the model's pipeline, and class and configuration of its components; None: not known."""
     import transformers
 
-    from lightning_cp.planning.pipeline.components import read_components
+    from lightning_cp.planning.components import read_components
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # image processors are not used
     name, path = str(config.model), Path(str(config.model))

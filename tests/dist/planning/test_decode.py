@@ -12,8 +12,7 @@ from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.stats import STATS
 from lightning_cp.device_profile import CPU
 from lightning_cp.mesh.groups import groups_for
-from lightning_cp.planning.pipeline.component_run import dry_run_component, record_call
-from lightning_cp.planning.pipeline.components import Component
+from lightning_cp.planning.components import Component, dry_run_component, record_call
 from lightning_cp.planning.step import Start, Step
 from tests.harness import RankPool
 from tests.harness.cases import full_unless

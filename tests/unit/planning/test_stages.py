@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_cp.planning.pipeline import component_run
 from torch import Tensor, nn
 
 from lightning_cp.device_profile import CPU
 from lightning_cp.mesh.groups import SINGLE_RANK
+from lightning_cp.planning.components import (
+    Component,
+    ComponentRuns,
+    Pipeline,
+    compression_of,
+    dry_run_component,
+    make_pipeline,
+    read_components,
+    record_call,
+)
 from lightning_cp.planning.devices import device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import MediaSize, diffusers_model, of_dtype
-from lightning_cp.planning.pipeline import component_run
-from lightning_cp.planning.pipeline.component_run import ComponentRuns, dry_run_component, record_call
-from lightning_cp.planning.pipeline.components import (
-    Component,
-    Pipeline,
-    compression_of,
-    make_pipeline,
-    read_components,
-)
 from lightning_cp.planning.request import Request
-from lightning_cp.planning.search import plan, predicted
+from lightning_cp.planning.search import plan
 from lightning_cp.planning.step import Layout
 from tests.models.wan import WAN
 from tests.pipelines import flux, qwen_image, sd3, wan
@@ -101,8 +103,7 @@ def test_weights_stay_on_the_device_as_the_setting_says() -> None:
     pipeline = _pipeline()
     sizes = {x.name: x.weight_bytes(torch.bfloat16) for x in pipeline.components}
     choices = {
-        setting: predicted(_request(pipeline, stages=setting), Layout())
-        for setting in ("together", "offload", "release")
+        setting: plan(_request(pipeline, stages=setting)).choices[0] for setting in ("together", "offload", "release")
     }
     weights = {name: [x.peak["weights"] for x in choice.stages] for name, choice in choices.items()}
     transformer, everything = sizes["transformer_2"], sum(sizes.values()) + sizes["transformer_2"]
@@ -117,7 +118,7 @@ def test_weights_stay_on_the_device_as_the_setting_says() -> None:
 @pytest.mark.full
 def test_what_does_not_fit_names_the_stage() -> None:
     request = _request(_pipeline())
-    needs = {x.name: x.peak_bytes for x in predicted(request, Layout()).stages}
+    needs = {x.name: x.peak_bytes for x in plan(request).choices[0].stages}
     assert max(needs, key=needs.__getitem__) == "decode"
     found = plan(replace(request, memory_gb=(needs["decode"] - 1000) / 1e9))
     assert found.excluded[0].stage == "decode"
@@ -129,7 +130,7 @@ def test_what_does_not_fit_names_the_stage() -> None:
 def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
     with torch.device("meta"):
         reads = Component("reader", "encode", _Reads(), {"x": torch.empty(1, 8, device="meta")})
-    one, two = (predicted(_request(x), Layout()) for x in (_pipeline(), _pipeline(reads)))
+    one, two = (plan(_request(x)).choices[0] for x in (_pipeline(), _pipeline(reads)))
     assert [x.peak["weights"] for x in two.stages] == [x.peak["weights"] + 2 * 9000 for x in one.stages]
     (problem,) = two.stages[0].problems
     assert problem.startswith("reader (_Reads) cannot be traced (")
@@ -139,10 +140,10 @@ def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
 def test_an_error_of_our_own_code_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         component = Component("linear", "encode", nn.Linear(8, 8), {"input": torch.empty(1, 8)})
-    assert not isinstance(ComponentRuns().run(component, 1, CPU, torch.float32), str)
+    assert not isinstance(ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32), str)
     monkeypatch.setattr(component_run, "links_of", None)
     with pytest.raises(TypeError, match="NoneType"):
-        ComponentRuns().run(component, 1, CPU, torch.float32)
+        ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32)
 
 
 def test_a_time_per_token_is_planned() -> None:
@@ -185,7 +186,7 @@ def test_the_decode_is_divided_over_the_ranks_of_a_sample() -> None:
     (vae,) = (x for x in _pipeline().components if x.name == "vae")
     larger = replace(vae, inputs={"z": torch.empty(1, *vae.inputs["z"].shape[1:3], 64, 40, device="meta")})  # type: ignore[index]
     runs = ComponentRuns()
-    one, two = (runs.run(larger, ranks, CPU, torch.float32) for ranks in (1, 2))
+    one, two = (runs.run(larger, ranks=ranks, device=CPU, dtype=torch.float32) for ranks in (1, 2))
     assert not isinstance(one, str)
     assert not isinstance(two, str)
     assert two.flops < 0.6 * one.flops
