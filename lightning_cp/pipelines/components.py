@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.engine.apply import installed_on, no_plan_message
@@ -27,7 +28,6 @@ def load_pipeline(
     setting: str = "source",
     without: Sequence[str] = (),
     components: Mapping[str, nn.Module] = MappingProxyType({}),
-    kind: type | None = None,
 ) -> Any:
     """Load a pipeline from a folder or from the Hub.
 
@@ -38,19 +38,18 @@ def load_pipeline(
         setting: name of the setting that holds `source`, for the error message.
         without: names of components that are not loaded; they are None.
         components: components that are used instead of those in the source, by name.
-        kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
     from diffusers import DiffusionPipeline
 
-    loaded: Any = kind or DiffusionPipeline
+    loaded: Any = DiffusionPipeline
     where = f"{setting}={source}"
     find_pipeline(source, setting=setting)
     try:
         if is_modular_source(source):
-            pipe = load_modular(source, dtype, without=without, components=components, kind=kind)
+            pipe = load_modular(source, dtype, without=without, components=components)
         else:
-            if kind is None and (without or components):
+            if without or components:
                 loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
             none = dict.fromkeys([*without, *_absent(source)])
             pipe = loaded.from_pretrained(source, dtype=dtype, **{**none, **components})
@@ -70,6 +69,29 @@ def load_pipeline(
         ) from error
     _check_quantised(where, {name: x for name, x in pipe.components.items() if name not in components})
     return pipe
+
+
+def build_component(class_name: str, config: Mapping[str, Any], library: str = "") -> nn.Module | None:
+    """Build a component on the meta device; None if its class has no weights. Raises: ValueError: unknown class.
+
+    Args: library: as in the pipeline's index; a few classes are in the module of one pipeline of diffusers only.
+    """
+    import diffusers
+    import transformers
+
+    homes = (diffusers, transformers, getattr(diffusers.pipelines, library, None))
+    kind: Any = next((found for home in homes if (found := getattr(home, class_name, None)) is not None), None)
+    if not isinstance(kind, type):
+        raise ValueError("neither diffusers nor transformers has this class")
+    if not issubclass(kind, nn.Module):
+        return None
+    named: Any = kind
+    with torch.device("meta"):
+        if issubclass(kind, diffusers.ModelMixin):
+            module: nn.Module = named.from_config({key: x for key, x in config.items() if not key.startswith("_")})
+        else:
+            module = named(named.config_class.from_dict(dict(config)))
+    return module.eval()
 
 
 def quantised_error(where: str, names: Sequence[str], reason: object) -> ValueError:

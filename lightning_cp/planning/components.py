@@ -22,6 +22,7 @@ from lightning_cp.files import read_json
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipeline_folder.index import read_index
+from lightning_cp.pipelines.components import build_component
 from lightning_cp.pipelines.placement.sharding import is_vae
 from lightning_cp.planning.dry_run import fake_rank, is_ours, new_garbage_only, replace_tensors, without_storage
 from lightning_cp.planning.models import MediaSize
@@ -99,7 +100,7 @@ def make_pipeline(kind: str | None, entries: Mapping[str, tuple[str, Mapping[str
     components, uncounted = [], []
     for name, (class_name, config) in entries.items():
         try:
-            module = _build(class_name, config)
+            module = build_component(class_name, config)
         except Exception as error:  # of code that is not ours
             if is_ours(error) and not isinstance(error, ValueError):
                 raise
@@ -111,25 +112,6 @@ def make_pipeline(kind: str | None, entries: Mapping[str, tuple[str, Mapping[str
     steps = None if call is None else inspect.signature(call).parameters.get("num_inference_steps")
     default = None if steps is None else steps.default
     return Pipeline(tuple(components), default if isinstance(default, int) else None, tuple(uncounted))
-
-
-def _build(class_name: str, config: Mapping[str, Any]) -> nn.Module | None:
-    """Build a component on the meta device; None if its class has no weights. Raises: ValueError: unknown class."""
-    import diffusers
-    import transformers
-
-    kind: Any = getattr(diffusers, class_name, None) or getattr(transformers, class_name, None)
-    if not isinstance(kind, type):
-        raise ValueError("neither diffusers nor transformers has this class")
-    if not issubclass(kind, nn.Module):
-        return None
-    named: Any = kind
-    with torch.device("meta"):
-        if issubclass(kind, diffusers.ModelMixin):
-            module: nn.Module = named.from_config({key: x for key, x in config.items() if not key.startswith("_")})
-        else:
-            module = named(named.config_class.from_dict(dict(config)))
-    return module.eval()
 
 
 def _component(name: str, module: Any, size: MediaSize) -> Component:
@@ -158,7 +140,7 @@ def compression_of(entries: Mapping[str, tuple[str, Mapping[str, Any]]]) -> tupl
     if "vae" not in entries:
         return None
     try:
-        module = _build(*entries["vae"])
+        module = build_component(*entries["vae"])
     except Exception as error:  # of code that is not ours; `make_pipeline` reports it
         if is_ours(error) and not isinstance(error, ValueError):
             raise

@@ -45,6 +45,12 @@ def rows_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("rows-*.jsonl"))
 
 
+def stored_ids(folder: Path) -> set[str]:
+    """Return the ids of the samples in use, also of a cache that is not complete. Raises: CacheError: damaged."""
+    rows = (row for path in rows_files(folder) for row in read_rows(path).rows)
+    return {row.id for row in rows if isinstance(row, MediaRow) and row.repeats}
+
+
 def read_contents(folder: Path, cache_id: str) -> Contents:
     """Read all rows. Raises: CacheError: a rows file is damaged, unfinished or of another cache, or rows repeat."""
     files = []

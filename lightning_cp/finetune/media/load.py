@@ -85,17 +85,23 @@ def load_media(
                     read = _read_control(source, source.reference, bucket.frames, fps, rate)
                 else:
                     read = read_image(source.reference, background=background).unsqueeze(1)
-                height, width = bucket.height, bucket.width
-                if reference_size is not None:
-                    height, width = reference_size(height=height, width=width)
-                reference, _ = fit(read, Bucket(read.shape[1], height, width), max_upscale=max_upscale)
+                target = Bucket(read.shape[1], *_reference_size(bucket, reference_size))
+                reference, _ = fit(read, target, max_upscale=max_upscale)
     return LoadedMedia(fitted, bucket, crop, rate, reference, sound, mask)
 
 
 def check_header(
-    source: Source, buckets: Sequence[Bucket], *, fps: float | None = None, max_upscale: float = MAX_UPSCALE
+    source: Source,
+    buckets: Sequence[Bucket],
+    *,
+    fps: float | None = None,
+    max_upscale: float = MAX_UPSCALE,
+    reference_size: Callable[..., tuple[int, int]] | None = None,
 ) -> None:
-    """Check by its header that a source is long and large enough. Args, Raises: see `load_media`."""
+    """Check by headers that a source is long and large enough, with its mask and reference.
+
+    Args, Raises: see `load_media`.
+    """
     with failures_of(source.file):
         if source.is_video:
             info = probe(source.file)
@@ -105,18 +111,35 @@ def check_header(
             frames, (height, width) = 1, image_size(source.file)
         bucket = nearest_bucket(buckets, frames, height, width, max_upscale=max_upscale)
         centre_crop(height, width, bucket, max_upscale=max_upscale)
+    if source.mask is not None:
+        with failures_of(source.mask):
+            _check_mask(image_size(source.mask), (height, width))
+    if source.reference is not None:
+        with failures_of(source.reference):
+            video = probe(source.reference) if is_video(source.reference) else None
+            size = image_size(source.reference) if video is None else (video.height, video.width)
+            target = Bucket(1, *_reference_size(bucket, reference_size))
+            centre_crop(*size, target, max_upscale=max_upscale)
+
+
+def _reference_size(bucket: Bucket, size: Callable[..., tuple[int, int]] | None) -> tuple[int, int]:
+    return (bucket.height, bucket.width) if size is None else size(height=bucket.height, width=bucket.width)
+
+
+def _check_mask(size: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise MediaError if a mask has another (height, width) than its picture or clip."""
+    if size != expected:
+        raise MediaError(
+            f"is a mask of {size[1]}x{size[0]} pixels, but its picture or clip has {expected[1]}x{expected[0]}: both "
+            "must have the same size"
+        )
 
 
 def _read_mask(file: Path, pixels: Tensor, bucket: Bucket, max_upscale: float) -> Tensor:
     """Read a mask and cut it like the pixels. Returns: [1, h, w]. Raises: MediaError: it has another size."""
     with failures_of(file):
         read = read_image(file, background=BLACK).unsqueeze(1)
-        if read.shape[-2:] != pixels.shape[-2:]:
-            (height, width), (expected_h, expected_w) = read.shape[-2:], pixels.shape[-2:]
-            raise MediaError(
-                f"is a mask of {width}x{height} pixels, but its picture or clip has {expected_w}x{expected_h}: both "
-                "must have the same size"
-            )
+        _check_mask(read.shape[-2:], pixels.shape[-2:])
         fitted, _ = fit(read, Bucket(1, bucket.height, bucket.width), max_upscale=max_upscale)
     return fitted.mean(dim=0).add_(1).div_(2)
 

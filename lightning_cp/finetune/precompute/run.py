@@ -23,6 +23,7 @@ from lightning_cp.finetune.latent_cache import (
     fingerprint_of,
     prepare_cache,
 )
+from lightning_cp.finetune.latent_cache.contents import stored_ids
 from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
 from lightning_cp.finetune.media.load import check_header
 from lightning_cp.finetune.media.source import first_reasons
@@ -36,7 +37,7 @@ from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, Buckets, buckets_for
+from lightning_cp.finetune.precompute.usable import SHEET, Buckets, buckets_for, some_left
 from lightning_cp.pipeline_folder.encoder_files import SETTING, describe_files
 from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
@@ -98,11 +99,15 @@ def precompute(
     found = run.ranks.on_first(lambda: find_data(folders, output, settings))
     with quiet_packages(progress):
         with run.ranks.phase():
+            pipe = load_encoders(pretrained, settings.dtype, weights=False)
+            family = family_for(pipe)
+            found, buckets = usable_data(found, pipe, family, settings)
+        fitting = _without_unfit(run, family, found, buckets)
+        with run.ranks.phase():
             pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
             if settings.tiling:
                 pipe.vae.enable_tiling()
             family = family_for(pipe)
-            found, buckets = usable_data(found, pipe, family, settings)
         with _prepared(run, pipe, family, found.sources) as prepared:
             with _disk_errors(output):
                 changed, dropped = update_stored(
@@ -114,7 +119,7 @@ def precompute(
                     ranks=run.ranks,
                     progress=progress,
                 )
-            result = replace(_encode(run, pipe, family, found, buckets), changed=changed, dropped=dropped)
+            result = replace(_encode(run, pipe, family, fitting, buckets), changed=changed, dropped=dropped)
             run.ranks.on_first(lambda: _complete(prepared, output, result))
         if settings.sheet:
             with components_on(pipe, family.components.media, device):
@@ -129,7 +134,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
     loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
-    masks, found = has_masks(found.sources), _without_unfit(run, pipe, found, buckets)
+    masks = has_masks(found.sources)
     captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
@@ -156,27 +161,38 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
     return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
 
 
-def _without_unfit(run: _Run, pipe: Any, found: Sources, buckets: Buckets) -> Sources:
-    """Skip media that are too small or too short before their captions are encoded. Ranks: the whole world.
+def _without_unfit(run: _Run, family: Family, found: Sources, buckets: Buckets) -> Sources:
+    """Skip media that are too small or too short before any weights are loaded; not those that are stored.
 
-    Raises: MediaError: one is, with `on_bad=error`.
+    Ranks: the whole world.
+
+    Raises: MediaError: one is, with `on_bad=error`. DataError: all are.
     """
-    ranks, unfit = run.ranks, dict[str, Skipped]()
-    with run.phase("headers", len(found.sources), pipe, ()) as (writer, report):
-        done, fps, max_upscale = writer.done_ids(), run.settings.fps, run.settings.max_upscale
+    ranks, settings, unfit = run.ranks, run.settings, dict[str, Skipped]()
+    stored = ranks.on_first(lambda: stored_ids(run.output))
+    with (
+        progress_bar("headers", len(found.sources), run.progress and ranks.rank == 0) as bar,
+        ranks.phase(bar) as report,
+    ):
         for source in found.sources[ranks.rank :: ranks.size]:
             ranks.check()
             try:
-                if source.id not in done:
-                    check_header(source, buckets_for(source, buckets), fps=fps, max_upscale=max_upscale)
+                if source.id not in stored:
+                    check_header(
+                        source,
+                        buckets_for(source, buckets),
+                        fps=settings.fps,
+                        max_upscale=settings.max_upscale,
+                        reference_size=family.reference_size,
+                    )
             except MediaError as error:
-                if run.settings.on_bad == "error":
+                if settings.on_bad == "error":
                     raise
                 unfit[source.id] = Skipped(source.file, str(error))
             report(1)
     all_unfit = {id: one for part in ranks.gather(unfit) for id, one in part.items()}
     kept = tuple(source for source in found.sources if source.id not in all_unfit)
-    return Sources(kept, (*found.skipped, *all_unfit.values()))
+    return some_left(Sources(kept, (*found.skipped, *all_unfit.values())), of=len(found.sources))
 
 
 def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> tuple[int, int]:

@@ -37,8 +37,7 @@ def usable(found: Sources, family: Family, buckets: Buckets) -> Sources:
             kept.append(source)
         else:
             skipped.append(Skipped(source.file, reason))
-    if not kept:
-        raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
+    some_left(Sources(tuple(kept), tuple(skipped)), of=len(found.sources))
     if family.optional_reference:
         with_one, without = ([x.file for x in kept if (x.reference is None) is none] for none in (False, True))
         if with_one and without:
@@ -47,6 +46,13 @@ def usable(found: Sources, family: Family, buckets: Buckets) -> Sources:
                 "each picture, or without any"
             )
     return Sources(tuple(kept), tuple(skipped))
+
+
+def some_left(found: Sources, *, of: int) -> Sources:
+    """Return the sources. Raises: DataError: all of them are skipped. Args: of: number of sources before."""
+    if not found.sources:
+        raise DataError(f"none of the {of} pictures and videos can be used: {first_reasons(found.skipped)}")
+    return found
 
 
 def check_rate(family: Family, buckets: Buckets, fps: float | None) -> None:

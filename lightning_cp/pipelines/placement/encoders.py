@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import FamilyError
+from lightning_cp.files import read_json
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.pipeline_folder.index import find_pipeline, plain_index
-from lightning_cp.pipelines.components import load_pipeline
+from lightning_cp.pipelines.components import build_component, load_pipeline
 from lightning_cp.pipelines.placement.modular import class_with_call, is_modular
 
 _SETTING = "model.pretrained"  # holds the source
@@ -31,10 +32,15 @@ class ConfigOnly:
     dtype: torch.dtype
 
 
-def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None) -> Any:
+def load_encoders(
+    source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None, weights: bool = True
+) -> Any:
     """Load a pipeline from a folder or from the Hub; its transformers are `ConfigOnly`.
 
-    Args: vae_dtype: dtype of the VAEs; None: `dtype`.
+    Args:
+        vae_dtype: dtype of the VAEs; None: `dtype`.
+        weights: False: read no weights. The pipeline then has its sizes, but cannot encode, and what its family reads
+            from weights (`latents_mean` of FLUX.2) has no meaning.
     Raises: ValueError: it cannot be loaded. FamilyError: no family is registered for its class, or a component that
         encodes is missing.
     """
@@ -43,19 +49,28 @@ def load_encoders(source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | N
     components = family_class(kind).components
     needed = [name for name in (*components.text, *components.media) if name not in components.optional]
     _check_components(source, index, kind, needed)
-    configs = {
-        name: _config_of(source, name, index[name], dtype) for name in components.models if _is_there(index, name)
-    }
-    if not configs:
+    models = {name: _transformer(source, name, index[name]) for name in components.models if _is_there(index, name)}
+    if not models:
         raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
     dtypes = {"default": dtype, **{name: vae_dtype or dtype for name in components.media if name.endswith("vae")}}
-    requiring = None if is_modular(kind) else _requiring(kind, configs)
-    pipe = load_pipeline(source, dtypes, setting=_SETTING, without=list(configs), kind=requiring)
-    if not is_modular(pipe):
-        pipe.__class__ = kind
-    for name, config in configs.items():
-        setattr(pipe, name, config)
+    built = {} if weights else _built(source, index, components.media)
+    pipe = load_pipeline(source, dtypes, setting=_SETTING, components={**built, **models})
+    for name, model in models.items():
+        setattr(pipe, name, ConfigOnly(model.config, dtype))
     return pipe
+
+
+def _built(source: str, index: dict[str, Any], media: Collection[str]) -> dict[str, nn.Module]:
+    """Build a pipeline's models from their configs, those of `media` with values, which have no meaning."""
+    folder, built = find_pipeline(source, "*/config.json", setting=_SETTING), dict[str, nn.Module]()
+    for name in index:
+        if _is_there(index, name) and (folder / name / "config.json").is_file():
+            with suppress(Exception):  # of a damaged config: `load_pipeline` then loads the component, and reports it
+                library, class_name = index[name]
+                module = build_component(class_name, read_json(folder / name / "config.json"), library)
+                if module is not None:
+                    built[name] = module.to_empty(device="cpu") if name in media else module
+    return built
 
 
 def pipeline_class(source: str) -> type:
@@ -119,29 +134,8 @@ def _is_there(index: dict[str, Any], name: str) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 
 
-def _requiring(kind: type, names: Collection[str]) -> type:
-    """Return a subclass that takes some components without defaults.
-
-    diffusers loads a component with a default even if None is passed for it.
-    """
-    signature = inspect.signature(kind)
-    required = [
-        x.replace(default=inspect.Parameter.empty, kind=inspect.Parameter.KEYWORD_ONLY) if x.name in names else x
-        for x in signature.parameters.values()
-    ]
-
-    class Encoding(kind):  # type: ignore[misc]
-        def __init__(self, **components: Any) -> None:
-            super().__init__(**components)
-
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    by_name = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in required]
-    Encoding.__init__.__signature__ = inspect.Signature([this, *by_name])  # type: ignore[attr-defined]
-    return Encoding
-
-
-def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype) -> ConfigOnly:
-    """Read a transformer's config, with the class's defaults for what the file leaves out."""
+def _transformer(source: str, name: str, entry: Sequence[str]) -> Any:
+    """Build a transformer on the meta device: pipelines read their default sizes from its config when they are made."""
     import diffusers
 
     library, class_name = entry
@@ -157,8 +151,7 @@ def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}") from None
     with torch.device("meta"):
-        model = kind.from_config(config)
-    return ConfigOnly(model.config, dtype)
+        return kind.from_config(config)
 
 
 @contextmanager

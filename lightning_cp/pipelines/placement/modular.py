@@ -27,9 +27,7 @@ def is_modular(pipe: Any) -> bool:
     return hasattr(pipe, "load_components")
 
 
-def load_modular(
-    source: str, dtype: Any, *, without: Collection[str], components: Mapping[str, nn.Module], kind: type | None
-) -> Any:
+def load_modular(source: str, dtype: Any, *, without: Collection[str], components: Mapping[str, nn.Module]) -> Any:
     """Load a modular pipeline, as a pipeline of the same name that is not modular if diffusers has one.
 
     Args: see `load_pipeline`.
@@ -45,7 +43,7 @@ def load_modular(
         spec = pipe.get_component_spec(name)
         if name not in left_out and spec.pretrained_model_name_or_path is not None:
             loaded[name] = spec.load(dtype=dtypes.get(name, dtypes["default"]))
-    plain = kind or plain_class(type(pipe))
+    plain = plain_class(type(pipe))
     if plain is not None:
         return _as_plain(plain, pipe, loaded)
     for name, component in loaded.items():

@@ -76,6 +76,37 @@ def test_media_that_fit_no_size_are_skipped_before_captions_are_encoded(flux: Pa
     assert not list((tmp_path / "strict").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("size", "name", "reason"),
+    [
+        ((8, 6), "a.png", r"a\.png: is too small: 8x6 pixels"),
+        ((8, 6), "b.mask.png", r"b\.mask\.png: is a mask of 8x6 pixels, but its picture or clip has 48x32"),
+        ((8, 6), "b.reference.png", r"b\.reference\.png: is too small: 8x6 pixels"),
+        (None, "a.png", r"a\.png: cannot be decoded"),
+        (None, "b.reference.png", r"b\.reference\.png: cannot be decoded"),
+    ],
+)
+def test_media_are_refused_before_weights_are_loaded(
+    size: tuple[int, int] | None, name: str, reason: str, tmp_path: Path
+) -> None:
+    pipe, data = pipeline(tmp_path / "pipe", "flux_kontext"), tmp_path / "data"
+    data.mkdir()
+    for weights in pipe.rglob("*.safetensors"):
+        weights.unlink()
+    settings = {**PICTURES, "on_bad": "error", "captions": "optional"}
+    for file in ("a.png", "a.reference.png", "b.png", "b.reference.png", name):
+        Image.new("RGB", (48, 32)).save(data / file)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        encoded(pipe, data, tmp_path / "out", settings)
+    (data / name).write_bytes(b"no picture") if size is None else Image.new("RGB", size).save(data / name)
+    with pytest.raises(MediaError, match=reason):
+        encoded(pipe, data, tmp_path / "out", settings)
+    for picture in data.iterdir():
+        picture.write_bytes(b"no picture")
+    with pytest.raises(DataError, match="none of the 2 pictures and videos can be used: "):
+        encoded(pipe, data, tmp_path / "out", {**settings, "on_bad": "skip"})
+
+
 def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: Path) -> None:
     for name in ("a.reference", "b"):
         Image.fromarray(pixels(0, 32, 48)).save(tmp_path / f"{name}.png")
@@ -215,8 +246,13 @@ def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
 
 def test_a_cache_without_samples_takes_other_settings(flux: Path, tmp_path: Path) -> None:
     data, out = pictures(tmp_path / "data", 2), tmp_path / "out"
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for file in data.glob("*.png"):
+        Image.open(file).save(cut / f"{file.stem}.jpg")
+        (cut / f"{file.stem}.jpg").write_bytes((cut / f"{file.stem}.jpg").read_bytes()[:-100])  # the header is whole
     with pytest.raises(DataError, match="none of the 2 files could be used"):
-        encoded(flux, data, out, {**PICTURES, "sizes": [[320, 480]], "dtype": torch.bfloat16})
+        encoded(flux, cut, out, {**PICTURES, "dtype": torch.bfloat16, "captions": "optional"})
     assert encoded(flux, data, out, PICTURES).encoded == 2
     encoded(flux, data, tmp_path / "alone", PICTURES)
     assert contents(out) == contents(tmp_path / "alone")

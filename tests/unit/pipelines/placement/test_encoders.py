@@ -12,6 +12,7 @@ import torch
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import family_for
+from lightning_cp.finetune.precompute.sizes import buckets_of
 from lightning_cp.pipelines.placement.encoders import ConfigOnly, components_on, load_encoders, release
 from tests.families.cases import CASES, made
 
@@ -31,13 +32,20 @@ def edit_index(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_facts_are_those_of_the_pipeline_and_no_transformer_weights_are_read(case: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "pipe", case)
-    family = family_for(made(case))
+    expected, family = made(case), family_for(made(case))
     for name in family.components.train:
         for file in (folder / name).glob("*.safetensors"):
             file.unlink()
     pipe = load_encoders(str(folder), torch.float32)
     assert family_for(pipe).facts == family.facts
     assert {type(getattr(pipe, name, None)) for name in family.components.train} <= {ConfigOnly, type(None)}
+    for file in (*folder.rglob("*.safetensors"), *folder.rglob("*.bin")):
+        file.unlink(missing_ok=True)
+    shell = load_encoders(str(folder), torch.float32, weights=False)
+    kinds = {"sizes": None, "frames": None}
+    assert family_for(shell).grid == family.grid
+    for loaded in (pipe, shell):
+        assert buckets_of(loaded, family, **kinds) == buckets_of(expected, family, **kinds)
 
 
 def test_dtypes_of_text_encoders_and_vae(tmp_path: Path) -> None:
