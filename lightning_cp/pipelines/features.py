@@ -74,7 +74,6 @@ def _pipefusion(state: ParallelPipeline) -> Iterator[Undo]:
         warmup=settings.warmup,
         clock=state.clock,
         experts=experts_of(pipeline, state.modules),
-        is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
         on_step=state.branch_runner.count_step,
     )
     for runner in state.patch_runners.values():

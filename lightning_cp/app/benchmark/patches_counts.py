@@ -23,7 +23,6 @@ from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
 
@@ -78,24 +77,29 @@ def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _P
     """
     installed = parallelize(model, ContextParallelConfig(), check_peers="off")
     assert installed.rules.patches is not None, f"{type(model).__name__} cannot be computed in patches"
-    buffers = count_buffers(installed, (), arguments, patches=patches)
     blocks = [submodule(model, path) for path in blocks_of(installed)]
-    outputs = [0] * len(blocks)
+    key_bytes, outputs = [0] * len(blocks), [0] * len(blocks)
+    evaluation = PatchEvaluation.of(installed.session, patches)
+
+    def buffer_bytes() -> int:
+        return sum(_bytes(buffer.tensors) for buffer in evaluation.buffers)
+
+    def before_block(index: int) -> None:
+        key_bytes[index] -= buffer_bytes()
 
     def after_block(index: int, output: object) -> None:
-        outputs[index] += _bytes(tensors(output))
+        key_bytes[index] += buffer_bytes()
+        if evaluation.patch is not None:
+            outputs[index] += _bytes(tensors(output))
 
-    evaluation = PatchEvaluation.of(installed.session, patches)
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: before_block(index))
+        block.register_forward_hook(lambda _, __, output, index=index: after_block(index, output))
     with installed.session.evaluating(evaluation), torch.no_grad():
-        evaluation.begin(None)
-        model(**arguments)
-        for index, block in enumerate(blocks):
-            block.register_forward_hook(lambda _, __, output, index=index: after_block(index, output))
-        for patch in range(patches):
-            evaluation.begin(patch)
+        for forward in (None, *range(patches)):
+            evaluation.begin(forward)
             model(**arguments)
     weights = [_bytes(block.parameters()) for block in blocks]
-    key_bytes = [sum(_bytes(buffer.tensors) for buffer in of_block) for of_block in buffers.blocks]
     return ByteCounts(weights, key_bytes, outputs, _bytes(model.parameters()) - sum(weights))
 
 

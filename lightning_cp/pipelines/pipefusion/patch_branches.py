@@ -32,7 +32,6 @@ class PatchBranches:
         cfg: number of CFG branches that compute them.
         experts: the branches of other transformers, if each transformer computes some of the steps: when
             a branch of this one begins, their keys are no longer needed.
-        is_guided: returns True if the pipeline says that its current call has two branches of guidance.
         known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each
             call of the pipeline.
     """
@@ -42,14 +41,8 @@ class PatchBranches:
     clock: StepClock
     cfg: int = 1
     experts: list[PatchBranches] = field(default_factory=list)
-    is_guided: Callable[[], bool] = lambda: False
     known: dict[Any, PatchBranch] = field(default_factory=dict)
     _context: str | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """True if only one branch has begun in this call of the pipeline, over all transformers."""
-        return self.clock.branches == 1
 
     def follow_names(self) -> list[Undo]:
         """Follow the names that a pipeline gives to the branches (`cache_context`)."""
@@ -76,14 +69,6 @@ class PatchBranches:
             turn = self.clock.next_branch() % self.cfg
             self.known[name] = PatchBranch(self.new_evaluation(), turn if owner is None else owner)
         return self.known[name]
-
-    def expected(self) -> int:
-        """Return the number of branches, from the current one on, for which this rank needs memory, as far as known.
-
-        In pipelines of diffusers, a call named "cond" is followed by another one if there is guidance.
-        """
-        is_pair = self.is_first and self.cfg == 1 and self._context == "cond" and self.is_guided()
-        return 2 if is_pair else 1
 
     def new_evaluation(self) -> PatchEvaluation:
         """Return an evaluation with empty buffers."""

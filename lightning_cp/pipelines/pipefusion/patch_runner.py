@@ -7,7 +7,7 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import with_buffers
-from lightning_cp.pipelines.pipefusion.buffer_memory import BufferMemory
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
 from lightning_cp.pipelines.pipefusion.links import StageFailedError
 from lightning_cp.pipelines.pipefusion.once_per_step import run_once
@@ -30,7 +29,7 @@ from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_sampl
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.pipefusion.stages import BlockStage, release_others
 from lightning_cp.pipelines.result_layout import key_of
-from lightning_cp.undoable import Undo, intercept_calls
+from lightning_cp.undoable import Undo
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 
@@ -58,7 +57,6 @@ class PatchRunner:
         branches: the branches of guidance.
         stage: this rank's stage of the blocks, which may be the only one; None: no other rank needs the results.
         results: shares the results of the last stage with all stages of all CFG branches; None: see `stage`.
-        memory: checks that the keys and values fit into the free memory.
     """
 
     installed: Installed
@@ -67,16 +65,10 @@ class PatchRunner:
     branches: PatchBranches
     stage: BlockStage | None = None
     results: StageResults | None = None
-    memory: BufferMemory = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.memory = BufferMemory(self.installed, None if self.stage is None else self.stage.range, self.patches)
 
     def install(self) -> list[Undo]:
-        """Divide the blocks into stages, follow the names of the branches of guidance, and check the memory."""
+        """Divide the blocks into stages, and follow the names of the branches of guidance."""
         undo = [] if self.stage is None else self.stage.install()
-        if self.patches > 1:
-            undo.append(intercept_calls(self.memory.first_block, self._first_block))
         return [*undo, *self.branches.follow_names(), *run_once(self.installed)]
 
     def begin(self, *, overlaps: bool = False) -> None:
@@ -136,8 +128,6 @@ class PatchRunner:
         key = self._key(args, kwargs)
         branch = self.branches.current(owner)
         is_own = self.results is None or branch.owner == self.results.transfers.branch
-        if self.patches > 1 and not branch.done:
-            self._begin_branch(key, args, kwargs, is_own=is_own)
         forwards = self._forwards(branch, args, kwargs, key)
         if self.results is None:
             return self._run_in(branch, partial(self._run, compute, forwards))
@@ -151,27 +141,6 @@ class PatchRunner:
         branch.done += 1
         samples = self._samples(forwards)
         return self.results.receive(self.stage, (key, len(forwards)), len(forwards), branch.owner, samples)
-
-    def _begin_branch(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_own: bool) -> None:
-        """Check the memory before the first evaluation of a branch.
-
-        With stages, an error of one rank in the first evaluation of a pipeline call is an error on all ranks at once.
-        In later ones, the stages pass it on in their forwards.
-
-        Raises: PlanError: too little memory on a rank of the context group. CallFailedError: on another rank.
-        """
-        stage, results = self.stage, self.results
-        is_first, expected = self.branches.is_first, self.branches.expected()
-        if stage is None or results is None:
-            self.memory.check(key, args, kwargs, branches=expected)
-            return
-        if is_own or is_first:  # the branch of this rank has arguments of the same shapes
-            try:
-                self.memory.check(key, args, kwargs, branches=expected)
-            except PlanError as error:
-                stage.error = error
-        if is_first:
-            results.check(stage)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
@@ -258,15 +227,6 @@ class PatchRunner:
             evaluation.begin(forward.patch)
         with session.evaluating(None if forward.patch is None else evaluation, peers=session.peers.of_one_rank()):
             return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
-
-    def _first_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
-        evaluation = current_evaluation(self.installed.session)
-        before = 0 if evaluation is None else len(evaluation.buffers)
-        result = call(*args, **kwargs)
-        if evaluation is not None:
-            self.memory.check_filled(evaluation.buffers[before:])
-        return result
 
 
 def _unless_interrupted(votes: Votes, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

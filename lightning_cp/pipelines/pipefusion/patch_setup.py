@@ -27,14 +27,12 @@ def make_patch_runners(
     warmup: int,
     clock: StepClock,
     experts: Collection[str] = (),
-    is_guided: Callable[[], bool] = lambda: False,
     on_step: Callable[[int], None] = lambda calls: None,
 ) -> dict[str, PatchRunner]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
     Args:
         experts: names of the transformers, if each of them computes some of the steps.
-        is_guided: see `PatchBranches`.
         on_step: with stages, called with the number of transformer calls of each step.
     Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
         than blocks.
@@ -66,7 +64,7 @@ def make_patch_runners(
                 raise PlanError(f"{what} is compiled, which patches and stages do not support: do not compile it")
         counts = None if isinstance(pipe, int) else pipe
         stage = None if results is None else make_stage(installed, ranks.stages, transfers.control, counts)
-        branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)
+        branches = PatchBranches(installed, patches, clock, ranks.cfg)
         patch_runners[name] = PatchRunner(installed, patches, warmup, branches, stage, results)
     for name in experts:
         patch_runners[name].branches.experts = [patch_runners[other].branches for other in experts if other != name]

@@ -104,15 +104,6 @@ class StageResults(LazyResults):
         if self.is_waiting():
             self._wait()
 
-    def check(self, stage: BlockStage) -> None:
-        """Check, before the first transformer call of a pipeline call, that no stage has an error. Ranks: all stages.
-
-        Raises: the error of this stage. CallFailedError: another stage has one.
-        """
-        if not self.votes.agree(stage.error is None):
-            self._stages = [stage]
-            self._raise_error()
-
     def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int) -> CallResult:
         """Begin a transformer call of so many forwards, which the branch `owner` computes. Ranks: all stages."""
         if stage not in self._stages:

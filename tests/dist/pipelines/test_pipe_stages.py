@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.undoable import Undo, intercept_calls, intercept_method, undo_all
 from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
 from tests.harness import RankPool
@@ -21,11 +23,15 @@ from tests.harness import RankPool
 _PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
 
 
-def _first_blocks(pipe: Any) -> list[nn.Module]:
-    """Return the first block of this rank's stage of each transformer."""
+def _patch_runners(pipe: Any) -> list[PatchRunner]:
     state = parallel_pipeline(pipe)
     assert state is not None
-    stages = [calls.stage for calls in state.patch_runners.values() if calls.stage is not None]
+    return list(state.patch_runners.values())
+
+
+def _first_blocks(pipe: Any) -> list[nn.Module]:
+    """Return the first block of this rank's stage of each transformer."""
+    stages = [calls.stage for calls in _patch_runners(pipe) if calls.stage is not None]
     return [stage.blocks[stage.range.start] for stage in stages]
 
 
@@ -108,14 +114,10 @@ def test_micro_batches_are_exact_and_stages_wait_at_most_once_a_step(run_ranks: 
         assert found["votes"] == _VOTES + waits + controlnets
 
 
-class _StageError(RuntimeError):
-    pass
-
-
 def _fail_once(at: int, calls: list[int], call: Any, args: Any, kwargs: Any) -> Any:
     calls.append(len(calls))
     if len(calls) - 1 == at:
-        raise _StageError("this stage has no memory left")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return call(*args, **kwargs)
 
 
@@ -132,7 +134,7 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
             fail, undo = partial(_fail_once, forward, []), list[Undo]()
             if rank == failing:
                 undo = [intercept_calls(block, fail) for block in _first_blocks(pipe)]
-            with pytest.raises((_StageError, CallFailedError)) as error:
+            with pytest.raises((torch.OutOfMemoryError, CallFailedError)) as error:
                 latents_of(pipe, name, **inputs)
             undo_all(undo)
             raised.append((type(error.value).__name__, str(error.value)))
@@ -155,18 +157,65 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
         pytest.param(4, "flux_true_cfg", {"patches": 2, "cfg": 2}, {}, [1, 3], marks=pytest.mark.full, id="cfg"),
     ],
 )
-def test_an_error_on_one_stage_ends_the_call_on_all(
+def test_a_stage_that_runs_out_of_memory_ends_the_call_on_all_by_name(
     run_ranks: RankPool, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any], at: list[int]
 ) -> None:
     found = run_ranks(world, _failing, name, settings, inputs, at)
     for rank, (raised, errors) in enumerate(found):
         for i, (kind, text) in enumerate(raised):
             if i % world == rank:
-                assert (kind, text) == ("_StageError", "this stage has no memory left")
+                assert (kind, text) == ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB")
             else:
                 assert kind == "CallFailedError"
-                assert re.search(rf"rank {i % world} failed in this call of \w+Pipeline: _StageError", text)
+                assert re.search(
+                    rf"rank {i % world} failed in this call of \w+Pipeline: OutOfMemoryError: CUDA out of memory", text
+                )
         assert errors == [0] * len(errors)
+
+
+def _with_errors_of_before(rank: int, world: int) -> float:
+    """The error of a call, if the stages have errors of a call that failed before they were reported."""
+    pipe, fresh = make_pipe("wan_two_experts"), make_pipe("wan_two_experts")
+    for one in (pipe, fresh):
+        parallelize_pipeline(one, ContextParallelConfig(), patches=2, pipe=world)
+    for calls in _patch_runners(pipe):
+        assert calls.stage is not None
+        calls.stage.error = PlanError("of a call that has failed")
+    return error_of(latents_of(fresh, "wan_two_experts"), latents_of(pipe, "wan_two_experts"))
+
+
+@pytest.mark.full
+def test_an_error_of_an_earlier_call_is_forgotten(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _with_errors_of_before) == [0, 0]
+
+
+def _branches_with_keys(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[int]:
+    """Number of branches whose keys each transformer holds on this rank at the end of a call."""
+    pipe, found = make_pipe(name), list[int]()
+    parallelize_pipeline(pipe, ContextParallelConfig(), patches=2, **settings)
+    runners = _patch_runners(pipe)
+    end = runners[0].end
+
+    def count() -> None:
+        found.extend(sum(bool(x.evaluation.buffers) for x in one.branches.known.values()) for one in runners)
+        end()
+
+    runners[0].end = count  # type: ignore[method-assign]
+    latents_of(pipe, name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "branches"),
+    [
+        pytest.param("wan_two_experts", {"pipe": 2}, [0, 2], id="an expert frees the keys of the one before"),
+        pytest.param("wan", {"cfg": 2}, [1], marks=pytest.mark.full, id="a CFG rank keeps those of its branch"),
+    ],
+)
+def test_a_rank_keeps_no_more_keys_than_it_needs(
+    run_ranks: RankPool, name: str, settings: dict[str, Any], branches: list[int]
+) -> None:
+    assert run_ranks(2, _branches_with_keys, name, settings) == [branches, branches]
 
 
 def _failing_between_calls(rank: int, world: int) -> list[str]:
@@ -179,7 +228,7 @@ def _failing_between_calls(rank: int, world: int) -> list[str]:
     if rank == world - 1:
         undo = [intercept_method(pipe.scheduler, "step", partial(_fail_once, 2, []))]
     for _ in range(2):
-        with pytest.raises((_StageError, CallFailedError, RuntimeError)) as error:
+        with pytest.raises((torch.OutOfMemoryError, CallFailedError, RuntimeError)) as error:
             latents_of(pipe, "flux_true_cfg")
         said.append(f"{type(error.value).__name__}: {error.value}")
     undo_all(undo)
@@ -188,7 +237,7 @@ def _failing_between_calls(rank: int, world: int) -> list[str]:
 
 def test_after_an_error_with_pending_transfers_further_calls_are_refused(run_ranks: RankPool) -> None:
     for rank, (first, second) in enumerate(run_ranks(2, _failing_between_calls)):
-        assert first.startswith("_StageError" if rank == 1 else "CallFailedError: rank 1 failed in this call")
+        assert first.startswith("OutOfMemoryError" if rank == 1 else "CallFailedError: rank 1 failed in this call")
         assert "this FluxPipeline can make no further call" in second
 
 

@@ -17,7 +17,7 @@ from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
 from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.kernels import PartialAttention
-from lightning_cp.pipelines.pipefusion.buffer_memory import free_bytes
+from lightning_cp.launch.machine import free_memory_bytes
 
 RATIO_GOAL, BANDWIDTH_GOAL = 1.03, 0.8
 _RING_MODES = ("ring allgather", "ring alltoall")
@@ -116,6 +116,14 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
     itemsize: int = getattr(torch, sizes.dtype).itemsize
     elements = int(sizes.batch * tokens * sizes.heads * sizes.head_dim)
     return elements * ((4 + 4 + 2) * itemsize + 4)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
+    if device.type == "cpu":
+        return free_memory_bytes("cpu")
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _ratio_checks(rows: list[ResultRow], *, has_goal: bool) -> Iterator[Check]:
