@@ -64,7 +64,7 @@ def replace(kind: type[T], function: Callable[[T], object], value: Any) -> Any:
     A value without such a leaf is returned itself. The results of diffusers models are changed in place, because they
     cannot be rebuilt from their items.
     """
-    if next(of_type(kind, value), None) is None:
+    if not any(True for _ in of_type(kind, value)):
         return value
     if isinstance(value, OrderedDict):
         for key, x in list(value.items()):

@@ -43,7 +43,6 @@ class SampleGroups:
         pipe_results: for each branch, a process group in which its last stage sends results: the ranks that hold the
             same tokens, of all branches and stages (in this order). Empty for a single branch and stage.
         control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
-        data_groups: global ranks of each data group, in the order of `sample`.
     """
 
     context: MeshGroups
@@ -54,7 +53,6 @@ class SampleGroups:
     stages: StageGroup
     pipe_results: tuple[dist.ProcessGroup, ...] = ()
     control: dist.ProcessGroup | None = None
-    data_groups: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
     def cfg(self) -> int:
@@ -152,7 +150,6 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
         stages=StageGroup(by_stage, pipe_rank, pipe),
         pipe_results=tuple(results),
         control=control,
-        data_groups=tuple(map(tuple, ranks.flatten(1).tolist())),
     )
 
 

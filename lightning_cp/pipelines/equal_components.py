@@ -82,9 +82,9 @@ class EqualComponents:
     def settings(self, pipeline: Any, transformers: Collection[str]) -> dict[str, Any]:
         """Return class, configuration and public plain attributes of the pipeline and of each component, by name.
 
-        The caller compares them, at each call and for the data groups of `follow`. Attributes are those of modules:
-        tiling and slicing, for example. Calls may change those of tokenizers and schedulers. Names that begin with an
-        underscore are versions and paths, and left out.
+        The caller compares them at each call. Attributes are those of modules: tiling and slicing, for example. Calls
+        may change those of tokenizers and schedulers. Names that begin with an underscore are versions and paths, and
+        left out.
 
         Args: transformers: names of components. Their configuration is left out: calls may change it.
         """
@@ -100,34 +100,30 @@ class EqualComponents:
                 settings[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
         return settings
 
-    def compare_weights(self, components: Mapping[str, Any], *, world: dist.ProcessGroup | None = None) -> None:
+    def compare_weights(self, components: Mapping[str, Any]) -> None:
         """Compare all weights, with one exchange of four numbers if they have not changed.
 
         A checksum of each weight is computed at first, and again if its version has changed. Later changes of
         `weight.data` are not noticed.
 
-        Args: world: group of all ranks, to compare the data groups, too.
-        Ranks: all of `group`, or of `world`.
-        Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
+        Ranks: all of `group`. Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
         """
-        group = world or self._group
-        if group is None or not self.is_on:
+        if self._group is None or not self.is_on:
             return
         has_changed = self._update(components)
-        by_rank = all_gather_ints([int(has_changed), *self._digest], group=group)
+        by_rank = all_gather_ints([int(has_changed), *self._digest], group=self._group)
         are_equal = all(digest == by_rank[0][1:] for _, *digest in by_rank)
         if are_equal or (self._in_stages and not any(changed for changed, *_ in by_rank)):
             return
         local_weights = {name: (x.kind, x.checksum) for name, x in self._known.items()}
-        gathered = gather_objects(local_weights, group)
+        gathered = gather_objects(local_weights, self._group)
         first: dict[str, Any] = {}
         for rank, other in enumerate(gathered):
             first = {**other, **first} if self._in_stages else first or other
             difference = self._difference(first, other)
             if difference:
-                who = "ranks that share a sample" if world is None else "all ranks of follow"
                 raise PeerMismatchError(
-                    f"{who} must have equal weights, but {difference} (rank {rank} of this group, "
+                    f"ranks that share a sample must have equal weights, but {difference} (rank {rank} of this group, "
                     "compared with the ranks before it): load the same weights on these ranks, by the same calls"
                 )
 

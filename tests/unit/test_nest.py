@@ -45,6 +45,7 @@ def test_leaves_of_a_type_are_replaced_and_the_structure_stays() -> None:
 def test_a_nest_without_such_a_leaf_is_returned_itself_and_a_diffusers_output_is_changed_in_place() -> None:
     cache = [None, {"x": A}]
     assert replace(Fraction, float, cache) is cache
+    assert replace(object, str, [None, 1]) == ["None", "1"], "None is a leaf, too"
     output = Transformer2DModelOutput(sample=A)
     assert replace(torch.Tensor, lambda x: x + 1, output) is output
     assert torch.equal(output.sample, A + 1)

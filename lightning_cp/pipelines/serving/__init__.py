@@ -1,1 +1,1 @@
-"""Many calls on one parallel pipeline: rank 0 makes them, and free data groups run them (`follow`)."""
+"""Many calls on one parallel pipeline: rank 0 makes them, the other ranks follow (`follow`)."""

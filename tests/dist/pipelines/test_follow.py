@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
 from lightning_cp.pipelines import Leader, error_votes, follow, parallel_pipeline, use_degrees
+from lightning_cp.pipelines.serving.messages import from_bytes
 from lightning_cp.undoable import intercept_calls
 from tests import features
 from tests.harness import RankPool
@@ -69,7 +72,9 @@ def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dic
         found = []
         for i in range(6):
             with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
-                error = _error(_first(leader(**_inputs(*which, i))), alone[i])
+                inputs = _inputs(*which, i)
+                error = _error(_first(leader(**inputs)), alone[i])
+                assert not torch.equal(torch.Generator().manual_seed(i).get_state(), inputs["generator"].get_state())
             groups = state.transformers["transformer"].session.groups
             found.append((error, groups.context_shape, state.branch_runner.ranks.cfg, state.branch_runner.shared))
         return found
@@ -139,6 +144,7 @@ def _failing(rank: int, world: int) -> list[str]:
             {"sigmas": iter([1])},
             {"height": 10**5000},
             {"callback_on_step_end": lambda *_: leader(**_inputs(*FLUX, 0)) and {}},
+            {"prompt": "unreadable"},
         ]
         leaders.append(leader)
         for given in bad:
@@ -153,8 +159,15 @@ def _failing(rank: int, world: int) -> list[str]:
             leader.method("_execution_device")
         return said
 
+    def read(data: Tensor) -> Any:
+        value = from_bytes(data)
+        if value == "unreadable" and rank == 1:
+            raise OSError("no class of this name on rank 1")
+        return value
+
     leaders = list[Leader]()
-    said = follow(pipe, loop) or []
+    with mock.patch("lightning_cp.pipelines.serving.leader.from_bytes", read):
+        said = follow(pipe, loop) or []
     for leader in leaders:  # rank 0's
         with pytest.raises(RuntimeError, match="the loop of follow has ended"):
             leader(**_inputs(*FLUX, 0))
@@ -167,9 +180,8 @@ def _failing(rank: int, world: int) -> list[str]:
 
 
 def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPool) -> None:
-    unknown, size, cancelled, changed, edited, cutoff, unsendable, huge, inside = run_ranks(3, _failing, timeout_s=240)[
-        0
-    ]
+    said = run_ranks(3, _failing, timeout_s=240)[0]
+    unknown, size, cancelled, changed, edited, cutoff, unsendable, huge, inside, unreadable = said
     assert unknown.startswith("TypeError")
     assert "no_such" in unknown
     assert not size.startswith("CallFailedError")
@@ -177,15 +189,20 @@ def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPo
     for text in (changed, edited):
         assert text.startswith("ValueError: callback_on_step_end runs on rank 0 only and must not change latents")
     assert cutoff.startswith("TypeError: callback_on_step_end is a SDXLCFGCutoffCallback, which changes the call")
-    assert unsendable.startswith("TypeError: sigmas is a list_iterator, which is not sent to other ranks")
-    assert huge.startswith("ValueError: height is an integer of 16610 bits, which must be at most 4096")
+    assert unsendable.startswith("TypeError: sigmas cannot be sent to other ranks, only plain data can")
+    assert huge.startswith("TypeError: height cannot be sent to other ranks, only plain data can")
     assert inside.startswith("RuntimeError: leader is called inside one of its calls")
+    assert unreadable.startswith("CallFailedError: rank 1 failed in this call of FluxPipeline: OSError: no class of")
 
 
 def _loop_fails(rank: int, world: int) -> str:
     pipe = _pipe(*FLUX)
     with pytest.raises(PlanError, match="is not parallel"):
         follow(pipe, lambda leader: None)
+    parallelize_pipeline(pipe, ContextParallelConfig())
+    with pytest.raises(PlanError, match=r"needs one data group, but the FluxPipeline has 3: .* behind a load balancer"):
+        follow(pipe, lambda leader: None)
+    unparallelize_pipeline(pipe)
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
 
     def loop(leader: Leader) -> None:
@@ -322,6 +339,39 @@ def _fails_inside(rank: int, world: int) -> None:
 def test_an_error_inside_an_exchange_ends_the_job_with_its_cause(run_ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"(?s)out of memory on rank 1.*This rank failed inside an exchange"):
         run_ranks(3, _fails_inside, timeout_s=240)
+
+
+def _exits(rank: int, world: int) -> None:
+    """Rank 1 exits in the second call."""
+    pipe = _pipe(*FLUX)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    steps = list[int]()
+
+    def exit_in_second_call(*_: Any) -> None:
+        steps.append(0)
+        if rank == 1 and len(steps) == 3:  # 2 steps a call
+            os._exit(3)
+
+    pipe.transformer.transformer_blocks[0].ff.register_forward_hook(exit_in_second_call)
+
+    def loop(leader: Leader) -> None:
+        leader(**_inputs(*FLUX, 0))
+        with pytest.raises(CallFailedError) as lost:
+            leader(**_inputs(*FLUX, 0))
+        with pytest.raises(RuntimeError) as unusable:
+            leader(**_inputs(*FLUX, 0))
+        raise ValueError(f"LOST: {lost.value} UNUSABLE: {unusable.value}")
+
+    follow(pipe, loop)
+
+
+def test_a_rank_that_exits_ends_the_job_with_its_cause(run_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(3, _exits, timeout_s=120)
+    report = str(caught.value)
+    assert "ValueError: LOST: the connection to another rank broke in this call of FluxPipeline" in report
+    assert "UNUSABLE: this FluxPipeline can make no further call, because an earlier one failed inside" in report
+    assert "exit code 3" in report
 
 
 def _conditions(rank: int, world: int) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -60,44 +61,55 @@ def _answers(port: int) -> bool:
     return False
 
 
-@pytest.fixture(params=[1, 2])
-def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """Port and process of the service, with 2 ranks: in one data group, or two."""
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[list[tuple[int, subprocess.Popen[str]]]]:
+    """Ports and processes of two services, with 2 ranks and 1 rank."""
     _pipe().save_pretrained(tmp_path / "model")
     (tmp_path / "serve.py").write_text(PROGRAM)
-    port = _free_port()
-    environ = {**os.environ, "MODEL": str(tmp_path / "model"), "PORT": str(port), "OMP_NUM_THREADS": "1"}
-    environ["GROUPS"] = str(request.param)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "serve.py"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            until = time.monotonic() + 120
+    environ = {**os.environ, "MODEL": str(tmp_path / "model"), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with ExitStack() as stack:
+        services = []
+        for ranks in (2, 1):
+            port = _free_port()
+            process = subprocess.Popen(
+                [*torchrun, f"--nproc-per-node={ranks}", "serve.py"],
+                cwd=tmp_path,
+                env={**environ, "PORT": str(port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            services.append((port, process))
+        until = time.monotonic() + 120
+        for port, process in services:
             while not _answers(port):
                 assert process.poll() is None, process.communicate()[0]
                 assert time.monotonic() < until, "it does not start"
                 time.sleep(0.2)
-            yield port, process
-        finally:
-            process.kill()
+        yield services
 
 
 @pytest.mark.full
-def test_clients_get_one_process_pictures_and_the_service_ends(service: tuple[int, subprocess.Popen[str]]) -> None:
-    port, process = service
+def test_clients_get_one_process_pictures_and_the_services_end(
+    services: list[tuple[int, subprocess.Popen[str]]],
+) -> None:
     jobs: list[dict[str, Any]] = [{"prompt": f"a {x}", "seed": i} for i, x in enumerate(("cat", "dog", "bird"))]
     jobs.append({"prompt": "a cat", "seed": 0, "width": 48})
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        found = list(pool.map(lambda job: _post(port, **job), jobs))
-    with pytest.raises(urllib.error.HTTPError, match="422"):  # it would fail the requests that share its call
-        _post(port, prompt="a cat", seed=2**64)
+    requests = [(port, job) for port, _ in services for job in jobs]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = list(pool.map(lambda request: _post(request[0], **request[1]), requests))
     pipe = _pipe()
     pipe.set_progress_bar_config(disable=True)
-    for job, picture in zip(jobs, found, strict=True):
+    for (_, job), picture in zip(requests, found, strict=True):
         seeded = torch.Generator().manual_seed(job["seed"])
         alone = pipe(job["prompt"], height=48, width=job.get("width", 32), num_inference_steps=2, generator=seeded)
         assert np.abs(picture - np.asarray(alone.images[0]).astype(int)).max() <= 1
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert "Application shutdown complete" in output
+    for port, process in services:
+        with pytest.raises(urllib.error.HTTPError, match="422"):  # it would fail the requests that share its call
+            _post(port, prompt="a cat", seed=2**64)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert "Application shutdown complete" in output

@@ -15,8 +15,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, PeerMismatchError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune.precompute.run_state import RankError
-from lightning_cp.pipelines.serving.plain_data import PlainData, bytes_tensor
-from lightning_cp.pipelines.serving.requests import Requests
+from lightning_cp.pipelines.serving.messages import Requests
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -58,12 +57,12 @@ def _requested(rank: int, world: int, folder: str) -> list[str]:
     group: Any = dist.new_group(backend="gloo")
     requests, said = Requests(group), []
     if rank == 0:
-        requests.send({"name": "good"}, PlainData.of([1]))
-        data = bytes_tensor(pickle.dumps(Harmful()))
+        requests.send(name="good")
+        data = torch.frombuffer(bytearray(pickle.dumps(Harmful())), dtype=torch.uint8)
         for x in (torch.tensor([data.numel()]), data):
             dist.broadcast(x, src=0, group=group)
     else:
-        said.append(str(requests.receive()[0]))
+        said.append(str(requests.receive()))
         with pytest.raises(ValueError):  # noqa: PT011
             requests.receive()
     del os.environ["HARM"]

@@ -1,9 +1,8 @@
 """Tests that cannot run on the stand-in: why, by what their node IDs begin with."""
 
 _FRAMES = "the stall watchdog finds collectives by torch's frames, and the innermost ones are the stand-in's"
-_GROUPS = "tests/dist/pipelines/test_follow_groups.py"
 LEFT_OUT = {
-    f"{_GROUPS}::test_a_group_that_loses_a_rank_ends_the_job_with_its_cause[4-2-exits": (
+    "tests/dist/pipelines/test_follow.py::test_a_rank_that_exits_ends_the_job_with_its_cause": (
         "an operation with a rank that has ended does not fail; with gloo it does"
     ),
     "tests/dist/pipelines/test_pipe_stages.py::test_after_an_error_with_pending_transfers_further_calls_are_refused": (
