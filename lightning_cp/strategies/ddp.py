@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
@@ -52,34 +50,6 @@ def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return ddp
-
-
-def omit_unused_warning(ddp: DistributedDataParallel) -> None:
-    """Omit DDP's advice to turn off `find_unused_parameters`, which the user has not turned on.
-
-    DDP gives it once in a process, if all parameters are used, and writes it to stderr. In an autograd Function, torch
-    turns it into a Python warning, which can be ignored. Another DDP module gives it here: this one would then average
-    the gradients of the next backward, also within `no_sync`. Ranks: none.
-    """
-    device = next((parameter.device for parameter in ddp.parameters() if parameter.requires_grad), None)
-    if not ddp.find_unused_parameters or device is None:
-        return
-    used = nn.ParameterList([nn.Parameter(torch.zeros(1, device=device))])
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
-        other = DistributedDataParallel(
-            used, process_group=ddp.process_group, find_unused_parameters=True, init_sync=False
-        )
-        _PrepareForBackward.apply(other, used[0].sum())  # type: ignore[no-untyped-call]
-
-
-class _PrepareForBackward(torch.autograd.Function):
-    """Tell DDP which parameters an output uses."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, ddp: DistributedDataParallel, output: Tensor) -> None:
-        ddp.reducer.prepare_for_backward([output])
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, object]:
@@ -146,7 +116,6 @@ class DDPMixin(ContextParallelMixin):
     """
 
     _kwargs_targets = (DistributedDataParallel,)
-    _finds_unused = False  # True: chosen here, not by the user
 
     def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
         """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
@@ -169,7 +138,7 @@ class DDPMixin(ContextParallelMixin):
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module) and "find_unused_parameters" not in self._lightning._ddp_kwargs:
-            self._lightning._ddp_kwargs["find_unused_parameters"] = self._finds_unused = True
+            self._lightning._ddp_kwargs["find_unused_parameters"] = True
         if any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters()):
             # `equal_initial_weights` compares and sends the tensors inside of quantised weights. DDP would broadcast
             # the weights themselves, which torchao's do not support.
@@ -188,8 +157,6 @@ class DDPMixin(ContextParallelMixin):
 
     def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
         assert isinstance(wrapper, DistributedDataParallel), "made by setup"
-        if self._finds_unused:
-            omit_unused_warning(wrapper)
         return partial(check_trained, averaged_parameters(wrapper))
 
     def _check_reduced(self) -> None:
