@@ -52,63 +52,178 @@ class InputsOfClass:
     """Inputs of a class as data.
 
     Attributes:
-        inputs: for each argument its kind and its dims. A dim is a number, a size (batch, text, tokens, frames, height,
-            width; the last three in latents), or an entry of the model's configuration. Kinds: float, int: without
-            values. ones: with values. grid: the patches of each picture as numbers.
+        inputs: for each argument its kind and its dims, or a value. A dim is a number, a size (batch, text, tokens,
+            audio, frames, height, width; the last three in latents), an entry of the model's configuration, or a sum of
+            those. Kinds: float, int: without values. ones, mask (bool): with values. pair: two of float. each: a list
+            of float, one for each sample. grid: the patches of each picture as numbers. ranges: the numbers below each
+            dim, as one tensor, or several. number: the dim itself.
         only_if: entry of the configuration without which an argument is left out.
         space, time: pixels and frames of a latent.
-        patch: latents of a token, in height and in width.
+        patch: latents of a token, in height and in width; None: the entry `patch_size` of the configuration.
     """
 
-    inputs: Mapping[str, str]
+    inputs: Mapping[str, Any]
     only_if: Mapping[str, str] = field(default_factory=dict)
     space: int = 8
     time: int = 4
-    patch: int = 2
+    patch: int | None = None
 
 
 _PACKED = {
     "hidden_states": "float batch tokens in_channels",
     "encoder_hidden_states": "float batch text joint_attention_dim",
     "timestep": "float batch",
-    "guidance": "float batch",
 }
+_IDS = {"img_ids": "float tokens 3", "txt_ids": "float text 3"}
+_POOLED = {"pooled_projections": "float batch pooled_projection_dim"}
+_SCALE = {"guidance": "float batch"}
+_MASK = {"encoder_attention_mask": "mask batch text"}
+_PICTURE = {"hidden_states": "float batch in_channels height width", "timestep": "float batch"}
 _CLIP = {"hidden_states": "float batch in_channels frames height width", "timestep": "int batch"}
+_WAN = InputsOfClass({**_CLIP, "encoder_hidden_states": "float batch text text_dim"})
+_COGVIEW = InputsOfClass(
+    {
+        **_PICTURE,
+        "encoder_hidden_states": "float batch text text_embed_dim",
+        **dict.fromkeys(("original_size", "target_size", "crop_coords"), "int batch 2"),
+    }
+)
 _GUIDED = {"guidance": "guidance_embeds"}
 INPUTS = {
-    "FluxTransformer2DModel": InputsOfClass(
+    "AnyFlowTransformer3DModel": InputsOfClass(
         {
-            **_PACKED,
-            "pooled_projections": "float batch pooled_projection_dim",
-            "img_ids": "float tokens 3",
-            "txt_ids": "float text 3",
-        },
-        _GUIDED,
-    ),
-    "Flux2Transformer2DModel": InputsOfClass(
-        {**_PACKED, "img_ids": "float batch tokens 4", "txt_ids": "float batch text 4"}, _GUIDED
-    ),
-    "QwenImageTransformer2DModel": InputsOfClass({**_PACKED, "img_shapes": "grid batch"}, _GUIDED),
-    "SD3Transformer2DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch in_channels height width",
-            "encoder_hidden_states": "float batch text joint_attention_dim",
-            "pooled_projections": "float batch pooled_projection_dim",
-            "timestep": "float batch",
+            "hidden_states": "float batch frames in_channels height width",
+            "encoder_hidden_states": "float batch text text_dim",
+            "timestep": "float batch frames",
+            "r_timestep": "float batch frames",
         }
     ),
-    "WanTransformer3DModel": InputsOfClass({**_CLIP, "encoder_hidden_states": "float batch text text_dim"}),
-    "HunyuanVideoTransformer3DModel": InputsOfClass(
+    "AuraFlowTransformer2DModel": InputsOfClass(
+        {**_PICTURE, "encoder_hidden_states": "float batch text joint_attention_dim"}
+    ),
+    "BriaTransformer2DModel": InputsOfClass({**_PACKED, **_IDS, **_SCALE}, _GUIDED, patch=2),
+    "ChromaTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
+    "ChronoEditTransformer3DModel": _WAN,
+    "CogVideoXTransformer3DModel": InputsOfClass(
+        {
+            "hidden_states": "float batch frames in_channels height width",
+            "encoder_hidden_states": "float batch text text_embed_dim",
+            "timestep": "int batch",
+            "image_rotary_emb": "pair tokens attention_head_dim",
+        },
+        {"image_rotary_emb": "use_rotary_positional_embeddings"},
+    ),
+    "CogView3PlusTransformer2DModel": _COGVIEW,
+    "CogView4Transformer2DModel": _COGVIEW,
+    "CosmosTransformer3DModel": InputsOfClass(
         {
             **_CLIP,
             "encoder_hidden_states": "float batch text text_embed_dim",
-            "encoder_attention_mask": "ones batch text",
-            "pooled_projections": "float batch pooled_projection_dim",
-            "guidance": "float batch",
+            "timestep": "float batch",
+            "padding_mask": "ones 1 1 height width",
+            "fps": 24,
         },
-        _GUIDED,
+        {"padding_mask": "concat_padding_mask"},
+    ),
+    "EasyAnimateTransformer3DModel": InputsOfClass(
+        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim"}
+    ),
+    "Flux2Transformer2DModel": InputsOfClass(
+        {**_PACKED, **_SCALE, "img_ids": "float batch tokens 4", "txt_ids": "float batch text 4"}, _GUIDED, patch=2
+    ),
+    "Flux3Transformer2DModel": InputsOfClass(
+        {**_PACKED, "img_ids": "float tokens 4", "txt_ids": "float text 4"}, patch=2
+    ),
+    "FluxTransformer2DModel": InputsOfClass({**_PACKED, **_POOLED, **_IDS, **_SCALE}, _GUIDED, patch=2),
+    "HunyuanVideoTransformer3DModel": InputsOfClass(
+        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK, **_POOLED, **_SCALE}, _GUIDED
+    ),
+    "Kandinsky5Transformer3DModel": InputsOfClass(
+        {
+            "hidden_states": "float batch frames height width in_visual_dim",
+            "encoder_hidden_states": "float batch text in_text_dim",
+            "pooled_projections": "float batch in_text_dim2",
+            "timestep": "float batch",
+            "visual_rope_pos": "ranges frames rows columns",
+            "text_rope_pos": "ranges text",
+        }
+    ),
+    "Krea2Transformer2DModel": InputsOfClass(
+        {
+            "hidden_states": "float batch tokens in_channels",
+            "encoder_hidden_states": "float batch text num_text_layers text_hidden_dim",
+            "timestep": "float batch",
+            "position_ids": "float text+tokens 3",
+            **_MASK,
+        },
+        patch=2,
+    ),
+    "LTX2VideoTransformer3DModel": InputsOfClass(
+        {
+            "hidden_states": "float batch tokens in_channels",
+            "audio_hidden_states": "float batch audio audio_in_channels",
+            "encoder_hidden_states": "float batch text caption_channels",
+            "audio_encoder_hidden_states": "float batch text caption_channels",
+            "timestep": "int batch",
+            **_MASK,
+            "audio_encoder_attention_mask": "mask batch text",
+            **{"num_frames": "number frames", "height": "number height", "width": "number width"},
+            **{"audio_num_frames": "number audio", "fps": 24.0},
+        },
+        space=32,
+        time=8,
+    ),
+    "LTXVideoTransformer3DModel": InputsOfClass(
+        {
+            "hidden_states": "float batch tokens in_channels",
+            "encoder_hidden_states": "float batch text caption_channels",
+            "timestep": "int batch",
+            **_MASK,
+            **{"num_frames": "number frames", "height": "number height", "width": "number width"},
+        },
+        space=32,
+        time=8,
+    ),
+    "LongCatImageTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
+    "Lumina2Transformer2DModel": InputsOfClass(
+        {**_PICTURE, "encoder_hidden_states": "float batch text cap_feat_dim", **_MASK}
+    ),
+    "MochiTransformer3DModel": InputsOfClass(
+        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK}, time=6
+    ),
+    "MotifVideoTransformer3DModel": InputsOfClass(
+        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK}
+    ),
+    "OvisImageTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
+    "PRXTransformer2DModel": InputsOfClass({**_PICTURE, "encoder_hidden_states": "float batch text context_in_dim"}),
+    "PixArtTransformer2DModel": InputsOfClass(
+        {
+            **_PICTURE,
+            "encoder_hidden_states": "float batch text caption_channels",
+            **_MASK,
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        }
+    ),
+    "QwenImageTransformer2DModel": InputsOfClass({**_PACKED, **_SCALE, "img_shapes": "grid batch"}, _GUIDED, patch=2),
+    "SD3Transformer2DModel": InputsOfClass(
+        {**_PICTURE, "encoder_hidden_states": "float batch text joint_attention_dim", **_POOLED}
+    ),
+    "SanaTransformer2DModel": InputsOfClass(
+        {**_PICTURE, "encoder_hidden_states": "float batch text caption_channels", **_MASK, **_SCALE}, _GUIDED, space=32
+    ),
+    "SanaVideoTransformer3DModel": InputsOfClass(
+        {**_CLIP, "encoder_hidden_states": "float batch text caption_channels", **_MASK}
+    ),
+    "SkyReelsV2Transformer3DModel": _WAN,
+    "WanTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": InputsOfClass(
+        {**_WAN.inputs, "control_hidden_states": "float batch vace_in_channels frames height width"}
+    ),
+    "ZImageTransformer2DModel": InputsOfClass(
+        {"x": "each in_channels 1 height width", "t": "float batch", "cap_feats": "each text cap_feat_dim"}, patch=2
     ),
 }
+_HEADS = ("num_attention_heads", "num_heads", "n_heads")  # entries of configurations
 
 
 def diffusers_model(
@@ -154,7 +269,7 @@ def diffusers_model(
         spec = dataclasses.replace(spec, inputs={**spec.inputs, "timestep": f"{spec.inputs['timestep']} tokens"})
     sizes = _sizes(spec, size, values)
     inputs = {
-        argument: _input(text, {**values, **sizes}, sizes)
+        argument: _input(text, {**values, **sizes})
         for argument, text in spec.inputs.items()
         if argument not in spec.only_if or values.get(spec.only_if[argument])
     }
@@ -162,7 +277,7 @@ def diffusers_model(
         name or kind,
         partial(built.from_config, dict(config)),
         inputs,
-        values.get("num_attention_heads"),
+        next((values[name] for name in _HEADS if name in values), None),
         sizes["tokens"],
         not values.get("guidance_embeds") if guided is None else guided,
     )
@@ -170,36 +285,49 @@ def diffusers_model(
 
 def _sizes(spec: InputsOfClass, size: MediaSize, values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in latents. Raises: ValueError: the media cannot be divided into tokens."""
+    configured = values.get("patch_size", 1)
+    time_patch, *_, patch = configured if isinstance(configured, (list, tuple)) else (1, configured)
+    patch, time_patch = spec.patch or patch, values.get("patch_size_t") or time_patch
     for side in ("height", "width"):
-        if getattr(size, side) < 1 or getattr(size, side) % (spec.space * spec.patch):
-            raise ValueError(f"{side}={getattr(size, side)} must be a multiple of {spec.space * spec.patch}")
-    has_frames = any("frames" in text.split() for text in spec.inputs.values())
+        if getattr(size, side) < 1 or getattr(size, side) % (spec.space * patch):
+            raise ValueError(f"{side}={getattr(size, side)} must be a multiple of {spec.space * patch}")
+    has_frames = any("frames" in str(text).split() for text in spec.inputs.values())
     if size.frames < 1 or (size.frames > 1 and not has_frames) or (size.frames - 1) % spec.time:
         valid = f"1 plus a multiple of {spec.time}" if has_frames else "1: this model makes pictures"
         raise ValueError(f"frames={size.frames} must be {valid}")
     frames, height, width = (size.frames - 1) // spec.time + 1, size.height // spec.space, size.width // spec.space
-    tokens = frames * (height // spec.patch) * (width // spec.patch)
+    rows, columns = height // patch, width // patch
     return {
         "batch": size.batch,
         "text": size.text,
-        "tokens": tokens,
+        "tokens": -(-frames // time_patch) * rows * columns,
+        "audio": -(-25 * size.frames // 24),  # latents of a second of sound, and frames
         "frames": frames,
         "height": height,
         "width": width,
-        "patch": spec.patch,
+        "rows": rows,
+        "columns": columns,
     }
 
 
-def _input(text: str, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+def _input(text: Any, values: Mapping[str, Any]) -> Any:
+    if not isinstance(text, str):
+        return text
     kind, *dims = text.split()
-    shape = [int(x) if x.isdigit() else values[x] for x in dims]
-    if kind == "grid":
-        grid = (1, sizes["height"] // sizes["patch"], sizes["width"] // sizes["patch"])
-        return [[grid]] * prod(shape)
-    if kind == "ones":
-        return torch.ones(shape)
+    shape = [sum(int(x) if x.isdigit() else values[x] for x in dim.split("+")) for dim in dims]
+    match kind:
+        case "number":
+            return shape[0]
+        case "grid":
+            return [[(1, values["rows"], values["columns"])]] * prod(shape)
+        case "ranges":
+            ranges = tuple(map(torch.arange, shape))
+            return ranges if len(ranges) > 1 else ranges[0]
+        case "ones" | "mask":
+            return torch.ones(shape, dtype=torch.bool if kind == "mask" else None)
     dtype = torch.int64 if kind == "int" else torch.get_default_dtype()
-    return torch.empty(shape, dtype=dtype, device="meta")
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return [empty] * values["batch"] if kind == "each" else (empty, empty) if kind == "pair" else empty
 
 
 def of_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -76,11 +76,11 @@ MAX_LINES = {
     "mesh": 590,
     "pipeline_folder": 280,
     "pipelines": 6780,
-    "planning": 2720,
+    "planning": 2850,
     "plans": 1810,
     "root": 1670,
     "sampling": 210,
-    "strategies": 3290,
+    "strategies": 3250,
     "training": 540,
     "vae": 1240,
 }
