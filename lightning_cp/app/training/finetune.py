@@ -93,17 +93,17 @@ class FineTune(TrainingSetup):
 
     def _trained(self, component: str) -> nn.Module:
         """Load a model of which weights are trained: all, those that the family names, or those of adapters."""
-        config, lora = self.config.model, None
+        config, lora, trained = self.config.model, None, components_of(self.config)
         if self.config.lora is not None:
             lora = LoraSettings(**{name: x for name, x in _plain(self.config.lora).items() if name != "lr_ratio"})
             empty = {} if self.shards_weights else meta_transformers(config.pretrained, _DTYPES[config.dtype])
             if component in empty:  # its errors come before the weights are loaded
-                check_lora(empty[component], lora, family=self.family, component=component)
+                check_lora(empty[component], lora, family=self.family, component=component, trained=trained)
         model = self._loaded(component, _DTYPES[config.dtype] if self.family.components.side is None else torch.float32)
         if config.quantize is not None:
             quantize_base(model, config.quantize)
         if lora is not None:
-            add_lora(model, lora, family=self.family, component=component, seed=self.config.seed)
+            add_lora(model, lora, family=self.family, component=component, trained=trained, seed=self.config.seed)
         else:
             model.requires_grad_(True)
             freeze_base(model, self.family)

@@ -111,7 +111,8 @@ def _adapters(config: DictConfig, setup: FineTune | FromScratch, transformer: nn
     settings = LoraSettings(**{name: x for name, x in values.items() if name != "lr_ratio"})
     with torch.device("meta"):
         adapted: Any = planned(transformer, {}).build()
-    names = add_lora(adapted, settings, family=setup.family, component=components_of(config)[0])
+    components = components_of(config)
+    names = add_lora(adapted, settings, family=setup.family, component=components[0], trained=components)
     return replace(settings, targets=names, file=None)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.checkpoint.folder import atomic_file
-from lightning_cp.finetune.adapters.lora_file import read_lora
+from lightning_cp.finetune.adapters.lora_file import SECOND_EXPERT, read_lora
 
 COMFYUI_FILE = "comfyui.safetensors"
 _SAME_NAMES = (
@@ -76,7 +76,7 @@ def write_for_comfyui(
     """
     from safetensors.torch import save_file
 
-    path, lora = folder / file, read_lora(folder, component=component)
+    path, lora = folder / file, read_lora(folder, component=component, trained=("transformer", SECOND_EXPERT))
     names = comfyui_names(list(lora.layers), model)
     if names is None:
         path.unlink(missing_ok=True)

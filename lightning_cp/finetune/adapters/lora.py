@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,6 +96,7 @@ def add_lora(
     *,
     family: Family | type[Family] | None = None,
     component: str = "transformer",
+    trained: Collection[str] = (),
     seed: int = 0,
 ) -> list[str]:
     """Freeze a transformer and add a LoRA, in float32 whatever the transformer's dtype. Call it before set-up.
@@ -108,6 +109,7 @@ def add_lora(
         settings: see `LoraSettings`.
         family: its `lora_targets` are adapted unless `settings` names targets.
         component: the transformer's name in the pipeline, for names in `settings.file`.
+        trained: names of the pipeline's other models that continue `settings.file`, which may have no further weights.
         seed: seed of the first matrices; the second ones are zero.
     Returns: names of the adapted layers.
     Raises:
@@ -117,7 +119,7 @@ def add_lora(
         ImportError: peft is not installed.
     """
     model: Any = transformer
-    names, config, file = check_lora(model, settings, family=family, component=component)
+    names, config, file = check_lora(model, settings, family=family, component=component, trained=trained)
     if settings.dora and any(x.is_meta for x in model.parameters()):
         raise ValueError("lora.dora=true needs the weights of the transformer, which are not loaded (strategy=cp_fsdp)")
     model.requires_grad_(False)
@@ -133,7 +135,12 @@ def add_lora(
 
 
 def check_lora(
-    transformer: nn.Module, settings: LoraSettings, *, family: Family | type[Family] | None, component: str
+    transformer: nn.Module,
+    settings: LoraSettings,
+    *,
+    family: Family | type[Family] | None,
+    component: str,
+    trained: Collection[str] = (),
 ) -> tuple[list[str], Any, LoraFile | None]:
     """Check a LoRA without adding it, also on the meta device, before weights are loaded.
 
@@ -147,7 +154,7 @@ def check_lora(
         raise ValueError(f"diffusers has no adapters for {type(model).__name__}: train all weights (lora=null)")
     if getattr(model, "peft_config", None):
         raise ValueError(f"{type(model).__name__} already has adapters ({', '.join(model.peft_config)}): remove them")
-    file = None if settings.file is None else read_lora(settings.file, component=component)
+    file = None if settings.file is None else read_lora(settings.file, component=component, trained=trained)
     names = _layers_to_adapt(model, settings, family, file)
     rank = settings.rank or (_RANK if file is None else file.rank)
     alpha = _checked_alpha(settings, file, rank)

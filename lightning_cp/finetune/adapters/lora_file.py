@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,15 @@ class LoraFile:
     alpha: float | None
 
 
-def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
+def read_lora(path: str | Path, *, component: str = "transformer", trained: Collection[str] = ()) -> LoraFile:
     """Read the LoRA of one transformer.
 
     Args:
         path: file, or a folder with `pytorch_lora_weights.safetensors`.
         component: prefix of the names in the file: the transformer's name in the pipeline.
-    Raises: ValueError: it is missing, damaged, in another format, not a plain LoRA of one rank, or has weights of text
-        encoders, too.
+        trained: names of other models for which the file is read, too.
+    Raises: ValueError: it is missing, damaged, in another format, not a plain LoRA of one rank, or has weights of other
+        models, too.
     """
     file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -58,11 +59,11 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
             f"Expected diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, "
             "load it with pipeline.load_lora_weights and save it with save_lora_weights"
         )
-    lost = {name.partition(".")[0] for name in all_tensors} - {component, "transformer", SECOND_EXPERT}
+    lost = {name.partition(".")[0] for name in all_tensors} - {component, *trained}
     if lost:
         raise ValueError(
             f"lora.file={file} has weights of {', '.join(sorted(lost))}, which are not trained and would be missing "
-            "in the new adapter: continue a file that has only weights of transformers"
+            "in the new adapter: train both experts, or continue a file that has only weights of what is trained"
         )
     if not isinstance(written, dict):
         raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
@@ -139,15 +140,18 @@ def _names_in_models(pipe: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     """Return the weights of a file, in any format that diffusers reads, by the names that they get in the models."""
     from diffusers.utils import convert_state_dict_to_peft, convert_unet_state_dict_to_peft
 
-    scales = {name: x for name, x in tensors.items() if "dora_scale" in name}  # diffusers leaves them out
+    differences = {name: x for name, x in tensors.items() if name.endswith((".diff", ".diff_b")) and x.any()}
+    left_out = {name: x for name, x in tensors.items() if "dora_scale" in name}  # by diffusers
     if hasattr(pipe, "lora_state_dict") and not is_lokr(tensors):
         converted = pipe.lora_state_dict(dict(tensors))
         tensors = converted[0] if isinstance(converted, tuple) else converted
+        kept = {id(x) for x in tensors.values()}
+        left_out |= {name: x for name, x in differences.items() if id(x) not in kept}
     text = {name: x for name, x in tensors.items() if name.startswith("text_encoder")}
     others = convert_unet_state_dict_to_peft({name: x for name, x in tensors.items() if name not in text})
     if text and not any(".lora_A." in name for name in text):
         text = convert_state_dict_to_peft(text)
-    return {**scales, **others, **text}
+    return {**left_out, **others, **text}
 
 
 def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list[str]:

@@ -260,6 +260,14 @@ def test_the_second_transformers_adapter_is_continued_by_its_name(tmp_path: Path
     with pytest.raises(ValueError, match="has no weights of 'transformer'; its first is transformer_2"):
         add_lora(wan(), LoraSettings(rank=2, file=tmp_path))
     assert len(add_lora(wan(), LoraSettings(rank=2, file=tmp_path), component="transformer_2")) == 16
+    second = load_file(tmp_path / LORA_FILE)
+    both = {name.replace("_2.", "."): x.clone() for name, x in second.items()} | second
+    save_file(both, tmp_path / LORA_FILE)
+    for one, other in (("transformer", "transformer_2"), ("transformer_2", "transformer")):
+        settings = LoraSettings(rank=2, file=tmp_path)
+        with pytest.raises(ValueError, match=f"has weights of {other}, which are not trained and would be missing"):
+            add_lora(wan(), settings, component=one)
+        assert len(add_lora(wan(), settings, component=one, trained=["transformer", "transformer_2"])) == 16
 
 
 def test_frozen_weights_have_no_gradient() -> None:
@@ -383,6 +391,12 @@ def _replaced(*pairs: tuple[str, str]) -> Any:
 
 OF_COMFYUI = _replaced(("transformer.", "diffusion_model."), ("attn1.to_q", "self_attn.q"))
 OF_OLD_DIFFUSERS = _replaced(("lora_A", "lora.down"), ("lora_B", "lora.up"))
+
+
+def _with(name: str, value: float) -> Any:
+    return lambda tensors: {**OF_COMFYUI(tensors), f"diffusion_model.{name}": torch.full([16], float(value))}
+
+
 NO_BLOCK = _replaced(("blocks.1.", "blocks.7."))
 HALF = "loaded 2 of its 4 weights, and not transformer.blocks.7.attn1.to_q.lora_A.weight, transformer.b"
 
@@ -392,6 +406,9 @@ HALF = "loaded 2 of its 4 weights, and not transformer.blocks.7.attn1.to_q.lora_
     [
         (OF_COMFYUI, None),
         (OF_OLD_DIFFUSERS, None),
+        (_with("blocks.0.norm3.diff", 0), None),
+        (_with("blocks.0.norm3.diff", 1), "loaded 4 of its 5 weights, and not diffusion_model.blocks.0.norm3.diff"),
+        (_with("time_projection.1.diff_b", 1), "4 of its 5 weights, and not diffusion_model.time_projection.1.diff_b"),
         (NO_BLOCK, HALF),
         (lambda x: NO_BLOCK(OF_COMFYUI(x)), HALF),
         (lambda x: NO_BLOCK(OF_OLD_DIFFUSERS(x)), HALF),
