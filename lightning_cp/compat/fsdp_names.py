@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_cp.compat.torch_names import tree_iter
+
 
 def allow_returned_views(unit: FSDPModule) -> None:
     """Omit the warning of a unit that it returned a view. Warning filters would not last: `catch_warnings` undoes them.
@@ -36,7 +38,7 @@ def accumulate_in_one_dtype(unit: FSDPModule) -> None:
 
 
 def reshard_without_grad(unit: FSDPModule) -> None:
-    """Let a unit free gathered weights after a forward without gradients, also with `reshard_after_forward=False`.
+    """Let a unit free gathered weights after a forward without a graph, also with `reshard_after_forward=False`.
 
     No backward would free them, and what is then changed in the module would change copies.
     """
@@ -97,7 +99,7 @@ def _reduce_in_one_dtype(group: Any, reduce_gradients: Callable[..., None], *arg
 
 def _post_forward(group: Any, post_forward: Callable[..., Any], *arguments: Any) -> Any:
     output = post_forward(*arguments)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in tree_iter(output)):
         group.reshard()
     return output
 

@@ -108,7 +108,7 @@ class Agreement:
         _compare(PeerMismatchError, _OPTIMIZERS, {**number, **_settings(optimizers)})
         self._optimizers = [one for one in self._optimizers if one() is not None] + list(map(weakref.ref, optimizers))
 
-    def before_backward(self, *, optimizers: bool, weights: bool) -> None:
+    def before_backward(self, loss: Any, *, optimizers: bool, weights: bool) -> None:
         """Compare everything. Synchronises the hosts, but not with their GPUs.
 
         Args: optimizers, weights: also look at them in every 8th backward.
@@ -121,8 +121,13 @@ class Agreement:
         self._backwards += 1
         looks = self._backwards % _EVERY == 0
         changed = {x: self._wrappers[x] for x in averaged if self._wrappers[x].has_changed(x)}
+        # A weight that was cast and cast back, or loaded again, has the same words as before.
+        state = {
+            "what trains": "changed" if changed else "as before",
+            "the loss": "has a graph" if getattr(loss, "requires_grad", True) else "has no graph",
+        }
         facts = [
-            _joined(one.facts(x) for x, one in changed.items()),
+            {**_joined(one.facts(x) for x, one in changed.items()), **state},
             _joined(at_setup.facts(module) for module, at_setup in self._loaded.items()),
             _settings([one for ref in self._optimizers if (one := ref())]) if looks and optimizers else {},
         ]
@@ -130,7 +135,7 @@ class Agreement:
         sums = [zlib.crc32(repr(sorted(_plain(one).items())).encode()) for one in facts]
         by_rank = all_gather_ints(sums, group=world_control("agreement"))
         if any(ints != by_rank[0] for ints in by_rank):
-            _compare(ValueError, _TRAINED, _joined(self._wrappers[x].facts(x) for x in averaged))
+            _compare(ValueError, _TRAINED, {**_joined(self._wrappers[x].facts(x) for x in averaged), **state})
             _compare(ValueError, _LOADED, facts[1])
             _compare(PeerMismatchError, _OPTIMIZERS, facts[2])
         for x, one in changed.items():

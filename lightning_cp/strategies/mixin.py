@@ -307,7 +307,7 @@ class ContextParallelMixin:
         """
         checks = self._settings.check_peers != "off"
         averages_weights = getattr(self, "_model_averaging_period", None) is not None  # they may differ in between
-        self._agreement.before_backward(optimizers=checks, weights=checks and not averages_weights)
+        self._agreement.before_backward(args[0], optimizers=checks, weights=checks and not averages_weights)
         return super().backward(*args, **settings)  # type: ignore[misc]
 
     def grad(self, outputs: Any, inputs: Any, *args: Any, **settings: Any) -> Any:

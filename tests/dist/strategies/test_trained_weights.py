@@ -135,6 +135,8 @@ CHANGES: dict[str, Callable[[Mixed], Any]] = {
     "replace": _replace,
     "assign": _assign,
     "whole": lambda model: model.head.requires_grad_(requires_grad=True),
+    "stop": lambda model: model.requires_grad_(requires_grad=False),
+    "detach": lambda model: model.register_forward_hook(lambda *call: call[2].detach()),
     "none": lambda _: None,
 }
 
@@ -163,6 +165,7 @@ def _refused(rank: int, world: int, kind: str, how: str, settings: dict[str, Any
 
 _FINDS: dict[str, Any] = {"find_unused_parameters": True}
 _FREEZE = "freeze and unfreeze the same weights, on every rank"
+_SAME = f"cast, replace, {_FREEZE}"
 _BUCKETS = "after set-up, and DistributedDataParallel averages gradients of the parameters of set-up only"
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("cp", "unfreeze one", {}, _FREEZE),
@@ -175,9 +178,20 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("cp", "freeze", {"static_graph": True}, f"plain.blocks.0.qkv.weight was frozen or removed {_BUCKETS}"),
     ("cp", "cast", {}, f"plain.blocks.0.qkv.weight was cast, moved or replaced {_BUCKETS}"),
     ("cp", "assign", {}, f"plain.blocks.1.out.weight was cast, moved or replaced {_BUCKETS}"),
+    ("cp", "assign one", {}, f"what trains differs: as before on rank 0, changed on rank 1: {_SAME}"),
+    ("cp", "cast one", {"ring": 1}, f"what trains differs: as before on rank 0, changed on rank 1: {_SAME}"),
+    ("cp", "stop one", _FINDS, _SAME),
+    ("cp", "detach one", {}, f"the loss differs: has a graph on rank 0, has no graph on rank 1: {_SAME}"),
     ("cp", "none", {}, "does not use the trained parameters spare.weight, spare.bias, so"),
     ("cp_fsdp", "unfreeze one", {}, _FREEZE),
     ("cp_fsdp", "freeze one", {}, _FREEZE),
+    (
+        "cp_fsdp",
+        "replace one",
+        {},
+        "plain.blocks.1.out.weight differs: trains in torch.float32 on cpu, sharded on rank 0",
+    ),
+    ("cp_fsdp", "detach one", {}, "the loss differs: has a graph on rank 0, has no graph on rank 1"),
     ("cp_fsdp", "double", {}, "were cast or moved (to torch.float64 on cpu) after the first forward"),
     ("cp_fsdp", "double one", {}, "were cast or moved (to torch.float64 on cpu) after the first forward"),
     ("cp_fsdp", "replace", {}, "plain.blocks.1.out.weight began to train after set-up and is not sharded"),
