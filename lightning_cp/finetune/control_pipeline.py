@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cp.files import read_json
+from lightning_cp.finetune.family_table import CONTROLNET
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
-from lightning_cp.pipeline_folder.side_models import CONTROLNET
 
 _NEW: dict[str, tuple[str, str, dict[str, int]]] = {  # of a transformer: model, pipeline, and the trainers' sizes
     "FluxTransformer2DModel": (

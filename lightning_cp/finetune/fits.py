@@ -16,7 +16,7 @@ from lightning_cp.files import read_json
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.schedule import diffusion_facts
 from lightning_cp.finetune.families.shift import shift_facts
-from lightning_cp.pipeline_folder.index import index_file, read_index
+from lightning_cp.pipeline_folder import index_file, read_index
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_cp.files import check_regular, read_json, why_not_regular
-from lightning_cp.pipeline_folder.index import PIPELINE_INDEX, find_pipeline, index_file
+from lightning_cp.pipeline_folder import PIPELINE_INDEX, find_pipeline, index_file
 
 SINGLE_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"

@@ -3,18 +3,16 @@
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, cfg_split
-from lightning_cp.pipelines.placement.component_times import StageTimes
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
 from lightning_cp.pipelines.results import ClipWithSound
 from lightning_cp.pipelines.serving.follow import follow
 from lightning_cp.pipelines.serving.leader import Leader
-from lightning_cp.pipelines.state import parallel_pipeline, use_degrees
+from lightning_cp.pipelines.state import parallel_pipeline
 
 __all__ = [
     "ClipWithSound",
     "Leader",
-    "StageTimes",
     "cfg_merge",
     "cfg_rows",
     "cfg_split",
@@ -28,5 +26,4 @@ __all__ = [
     "sampling_ranks",
     "split",
     "unparallelize_pipeline",
-    "use_degrees",
 ]

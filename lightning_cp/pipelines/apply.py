@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
 from lightning_cp.pipelines.components import components_of, planned_transformers
-from lightning_cp.pipelines.equal_inputs import agreed_settings
+from lightning_cp.pipelines.equal_calls import agreed_settings
 from lightning_cp.pipelines.features import FEATURES, divide_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
 from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
@@ -34,7 +34,6 @@ def parallelize_pipeline(
     parallel_config: object,
     *,
     cfg: int = 1,
-    degrees: Mapping[str, Mapping[str, int]] | None = None,
     pipe: int | Sequence[int] = 1,
     patches: int = 1,
     warmup: int = 1,
@@ -66,9 +65,6 @@ def parallelize_pipeline(
             two experts).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
-        degrees: other degrees that a call may use (`use_degrees`), by name: {"guided": {"ring": 2, "cfg": 2}}. Degrees
-            left out are 1. Each must use as many ranks per sample as `parallel_config` and `cfg`; with a sharded
-            transformer `cfg` must be the same. Not with `pipe`, `patches` or `shares`.
         pipe: number of stages that the transformer's blocks are divided into, each on other ranks; or the number of
             blocks of each stage. A rank keeps the weights of its blocks only. This cannot be undone.
         patches: number of patches of a step (PipeFusion). Stages compute different patches at the same time.
@@ -82,8 +78,8 @@ def parallelize_pipeline(
             "offload" and "release", components may be in host memory when this is called.
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
-            context peers, with the same values as for the strategies. Unless it is "off", components, steps and results
-            are compared between all ranks that share a sample; with "first", steps and results of 2 calls only.
+            context peers, with the same values as for the strategies. Unless it is "off", components and results are
+            compared between all ranks that share a sample; with "first", the results of 2 calls only.
         stall_s: seconds until a stalled collective is reported; None: never. A watch
             of another pipeline or of a strategy is shared, with its setting.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
@@ -103,7 +99,7 @@ def parallelize_pipeline(
     check_private_uses("pipeline")
     name, common = type(pipeline).__name__, {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
     is_alone = all(degree in (None, 1) for degree in common.values())
-    options: dict[str, Any] = {"cfg": cfg, "degrees": degrees, "pipe": pipe, "patches": patches, "warmup": warmup}
+    options: dict[str, Any] = {"cfg": cfg, "pipe": pipe, "patches": patches, "warmup": warmup}
     options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
     options |= {"shares": shares, "graphs": graphs}
     with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
-from lightning_cp.pipeline_folder.index import MODULAR_INDEX, find_pipeline, index_file
+from lightning_cp.pipeline_folder import MODULAR_INDEX, find_pipeline, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
 from lightning_cp.pipelines.placement.modular import load_modular
 from lightning_cp.plans import refusal, registered_plan

@@ -15,7 +15,6 @@ from lightning_cp.engine.meta import load_deferred
 from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.calls import hide_progress
 from lightning_cp.pipelines.components import compile_in_place, experts_of, refuse_cuda_graphs
-from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
 from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
@@ -28,16 +27,11 @@ from lightning_cp.vae import parallelize_vae
 
 
 def _weights(state: ParallelPipeline) -> Iterable[Undo]:
-    """Find out where weights are to be, and build the groups of all degrees. Ranks: the whole world.
-
-    Raises: ValueError, TypeError: settings that do not fit the pipeline.
-    """
+    """Find out where weights are to be. Raises: ValueError, TypeError: settings that do not fit the pipeline."""
     settings, ranks, transformers = state.settings, state.ranks, state.modules
     state.layers = layers_to_shard(state.components, settings.shard, transformers, ranks)
     state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, sampling_device(ranks))
     state.check()
-    sharded = next((name for name in state.layers if name in transformers), None)
-    state.degrees = declared_degrees(settings.degrees or {}, settings.config, ranks, sharded=sharded)
     return ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,6 @@ class PipelineSettings:
 
     parallel_config: object
     cfg: Any
-    degrees: Mapping[str, Mapping[str, int]] | None
     pipe: Any
     patches: Any
     warmup: Any
@@ -67,5 +66,3 @@ class PipelineSettings:
                 "graphs=True cannot be combined with pipe or patches, for which the host decides what to compute in "
                 "each step: use graphs='auto' or False"
             )
-        if self.degrees and (self.num_stages > 1 or self.patches > 1 or self.shares is not None):
-            raise ValueError(f"degrees={sorted(self.degrees)} cannot be combined with pipe, patches or shares")

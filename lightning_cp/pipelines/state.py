@@ -1,12 +1,8 @@
-"""State of a parallel pipeline, and the choice of its degrees for a call."""
+"""State of a parallel pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,9 +11,8 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
-from lightning_cp.pipelines.degrees import DEFAULT, Degrees
+from lightning_cp.pipelines.equal_calls import EqualResults
 from lightning_cp.pipelines.equal_components import EqualComponents
-from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.perturbing import check_guiders
@@ -29,8 +24,6 @@ from lightning_cp.pipelines.settings import PipelineSettings
 from lightning_cp.undoable import Feature
 
 INSTALLED = "_lightning_cp"
-# Names of the degrees that calls of this thread or task use, by id of the state of the pipeline.
-_chosen: ContextVar[Mapping[int, str]] = ContextVar("degrees", default=MappingProxyType({}))
 
 
 @dataclass(eq=False)
@@ -40,10 +33,9 @@ class ParallelPipeline:
     Attributes:
         name: class name of the pipeline.
         components, modules, controlnet_modules: all components; those that denoise; ControlNets with a plan; by name.
-        ranks: groups of ranks that share a sample, a CFG branch or tokens, with the default degrees.
+        ranks: groups of ranks that share a sample, a CFG branch or tokens.
         transformers, controlnets: installed modules, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
-        degrees: by name, the degrees that a call may use.
         graphs: run the forwards of a transformer or ControlNet in CUDA graphs, by component name.
         patch_runners: the transformers that are computed in patches or stages of blocks, by component name.
         layers: the layers to shard over ranks (FSDP2), by component name.
@@ -52,7 +44,7 @@ class ParallelPipeline:
         votes: end a call on all ranks that share a sample if one of them fails.
         branch_runner: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         clock: counts transformer calls of a step.
-        equal_components, equal_steps: comparisons between the ranks that share a sample.
+        equal_components, equal_results: comparisons between the ranks that share a sample.
     """
 
     pipeline: Any
@@ -64,7 +56,6 @@ class ParallelPipeline:
     transformers: dict[str, Installed] = field(default_factory=dict)
     controlnets: dict[str, Installed] = field(default_factory=dict)
     decoders: list[str] = field(default_factory=list)
-    degrees: dict[str, Degrees] = field(default_factory=dict)
     graphs: dict[str, GraphedForward] = field(default_factory=dict)
     patch_runners: dict[str, PatchRunner] = field(default_factory=dict)
     layers: dict[str, list[nn.Module]] = field(default_factory=dict)
@@ -79,7 +70,7 @@ class ParallelPipeline:
         is_on, in_stages = settings.check_peers != "off", settings.num_stages > 1
         self.equal_components = EqualComponents(control, is_on=is_on, in_stages=in_stages)
         num_calls = {"off": 0, "first": 2}.get(settings.check_peers)
-        self.equal_steps = EqualSteps(self.name, self.ranks.sample, self.votes, calls=num_calls)
+        self.equal_results = EqualResults(self.name, self.ranks.sample, self.votes, calls=num_calls)
 
     @property
     def installed(self) -> dict[str, Installed]:
@@ -126,30 +117,3 @@ def parallel_state(pipe: Any) -> ParallelPipeline:
     if state is None:
         raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
     return state
-
-
-@contextmanager
-def use_degrees(pipe: Any, name: str) -> Iterator[None]:
-    """Within this context, call the pipeline with other degrees, declared with `parallelize_pipeline(degrees=…)`.
-
-    It holds for calls of this thread (or asyncio task) only.
-
-    Ranks: all that share a sample; different names raise an error at the next call.
-    Raises: ValueError: an unknown name; a pipeline that is not parallel.
-    """
-    state = parallel_state(pipe)
-    if name not in state.degrees:
-        raise ValueError(
-            f"{name!r} is not one of the declared degrees, {', '.join(state.degrees)}: declare it with "
-            "parallelize_pipeline(degrees=…)"
-        )
-    token = _chosen.set({**_chosen.get(), id(state): name})
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-
-
-def chosen_degrees(state: ParallelPipeline) -> str:
-    """Return the name of the degrees for the next call of this thread or task."""
-    return _chosen.get().get(id(state), DEFAULT)

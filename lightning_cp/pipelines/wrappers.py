@@ -12,16 +12,14 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import watching_this_thread
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.degrees import Degrees
-from lightning_cp.pipelines.equal_inputs import check_equal, sync_rng_and_check_inputs
+from lightning_cp.pipelines.equal_calls import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_start_late, refuse_unequal_lengths
-from lightning_cp.pipelines.guidance.controlnets import groups_of_all
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
 from lightning_cp.pipelines.placement.component_stages import Stages
-from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
+from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.undoable import Around, Undo, intercept_method, undo_all
 
 # Callbacks of a pipeline read the latents after each step, and may raise on one rank.
@@ -93,16 +91,13 @@ def synchronized(state: ParallelPipeline) -> Around:
         with watching_this_thread(), votes.call():
             state.check()
             _empty_caches(state)
-            chosen = chosen_degrees(state)
             common: dict[str, Any] = {
                 f"step caches of {name}": one.caches.settings() for name, one in state.installed.items()
             }
-            common |= {"use_degrees": chosen, **adapter_state(pipe.components)}
-            common |= state.equal_components.settings(pipe, state.transformers)
+            common |= adapter_state(pipe.components) | state.equal_components.settings(pipe, state.transformers)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(arguments, state.ranks.sample, common)
                 state.equal_components.compare_weights(pipe.components)
-                _use(state, state.degrees[chosen])
                 _drop_graphs(state)
             for one in in_patches:
                 one.begin(overlaps=not any(arguments.get(name) for name in _CALLBACKS))
@@ -113,7 +108,7 @@ def synchronized(state: ParallelPipeline) -> Around:
                     result = resolve_all(call(*args, **kwargs))
                 for installed in state.installed.values():  # so that no later call raises a difference of this one
                     installed.session.peers.finish()
-                state.equal_steps.end(result)
+                state.equal_results.compare(result)
                 return result
             finally:
                 undo_all(undo)
@@ -129,12 +124,10 @@ def synchronized(state: ParallelPipeline) -> Around:
 def _watch_steps(state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(state.pipeline, "scheduler", None)  # `components` lacks optional ones
-    num_stages, has_branches = state.settings.num_stages, any(one.ranks.cfg > 1 for one in state.degrees.values())
-    state.equal_steps.begin(resolved=state.clock.resolves, every_step=num_stages > 1 or has_branches)
-    around_step: list[Around] = [partial(state.equal_steps.compare_step, scheduler)]  # innermost: gets resolved tensors
+    around_step: list[Around] = []
     if state.patch_runners:
         around_step.append(state.clock.before_step)
-    if num_stages == 1 and has_branches:  # callbacks get real tensors
+    if state.settings.num_stages == 1 and state.ranks.cfg > 1:  # callbacks get real tensors
         around_step.append(_with_resolved_tensors)
 
     def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,14 +149,6 @@ def _empty_caches(state: ParallelPipeline) -> None:
         else:
             installed.caches.follow()
             installed.caches.reset()
-
-
-def _use(state: ParallelPipeline, degrees: Degrees) -> None:
-    for installed in state.transformers.values():
-        installed.session.use(degrees.config, degrees.ranks.context)
-    for steering in state.controlnets.values():
-        steering.session.use(*groups_of_all(degrees.config, degrees.ranks))
-    state.branch_runner.use(degrees.ranks)
 
 
 def _drop_graphs(state: ParallelPipeline) -> None:

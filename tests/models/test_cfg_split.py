@@ -19,7 +19,7 @@ from lightning_cp.nest import replace, tensors
 from lightning_cp.pipelines import cfg_merge, cfg_split, sampling_ranks
 from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.cfg_samples import is_repeated
-from lightning_cp.pipelines.pipefusion.samples import main_argument
+from lightning_cp.pipelines.samples import main_argument
 from lightning_cp.plans import REGISTERED, patches
 from tests.harness import RankPool
 from tests.models import TINY

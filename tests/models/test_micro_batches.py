@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import ShapeError
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
+from lightning_cp.pipelines.samples import divide_samples, join_samples, main_argument
 from lightning_cp.plans import REGISTERED
 from tests.models import TINY
 

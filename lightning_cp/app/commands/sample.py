@@ -115,11 +115,12 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
+    from lightning_cp.app.sampling.stage_times import StageTimes
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.app.settings.formats import check_clip_format
     from lightning_cp.finetune.adapters.lora_file import load_loras
     from lightning_cp.finetune.load import load_exported, meta_transformers
-    from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
+    from lightning_cp.pipelines import load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, planned_transformers
 
     started = time.perf_counter()

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.files import read_json
 from lightning_cp.launch.rank import load_target
-from lightning_cp.pipeline_folder.index import index_file, read_index
+from lightning_cp.pipeline_folder import index_file, read_index
 
 if TYPE_CHECKING:
     from lightning_cp.planning.components import Pipeline

@@ -24,7 +24,7 @@ from lightning_cp.errors import MediaError
 from lightning_cp.files import read_json, why_not_regular
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
-from lightning_cp.pipeline_folder.index import is_hub_id
+from lightning_cp.pipeline_folder import is_hub_id
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
 _BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional

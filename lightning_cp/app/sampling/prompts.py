@@ -21,11 +21,11 @@ from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.files import writing_new
 from lightning_cp.finetune.card import CARD
+from lightning_cp.finetune.encoders import pipeline_class
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.media.images import open_image
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.finetune.prompts.prompt_list import sample_prompts_of
-from lightning_cp.pipelines.placement.encoders import pipeline_class
 from lightning_cp.sampling.draw import gather_samples
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.components import read_file
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.errors import CacheError
-from lightning_cp.pipeline_folder.encoder_files import check_made_by
-from lightning_cp.pipeline_folder.family_table import family_of_pipeline
-from lightning_cp.pipeline_folder.index import read_index
+from lightning_cp.finetune.encoder_files import check_made_by
+from lightning_cp.finetune.family_table import family_of_pipeline
+from lightning_cp.pipeline_folder import read_index
 
 
 def check_cache(config: DictConfig) -> None:

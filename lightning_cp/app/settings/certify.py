@@ -14,8 +14,8 @@ from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.files import open_regular, parse_json
+from lightning_cp.finetune.family_table import CONTROLNET, VACE
 from lightning_cp.launch.machine import free_memory_bytes
-from lightning_cp.pipeline_folder.side_models import CONTROLNET, VACE
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = 16  # per trained weight: its gradient, two averages of AdamW and the EMA, in float32

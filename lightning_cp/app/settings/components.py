@@ -14,9 +14,14 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.files import read_json
-from lightning_cp.pipeline_folder.family_table import FAMILIES, experiments_of, family_of_pipeline
-from lightning_cp.pipeline_folder.index import check_source, index_file, read_index
-from lightning_cp.pipeline_folder.side_models import CONTROLNET, controlnet_error
+from lightning_cp.finetune.family_table import (
+    CONTROLNET,
+    FAMILIES,
+    controlnet_error,
+    experiments_of,
+    family_of_pipeline,
+)
+from lightning_cp.pipeline_folder import check_source, index_file, read_index
 from lightning_cp.rules import Each, Number, Text
 
 

@@ -30,6 +30,8 @@ from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora, check_lo
 from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.encoder_files import describe_files
+from lightning_cp.finetune.encoders import pipeline_class
 from lightning_cp.finetune.experts import Experts, named_transformers
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.registry import family_class
@@ -41,9 +43,7 @@ from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
-from lightning_cp.pipeline_folder.encoder_files import describe_files
 from lightning_cp.pipelines.components import is_modular_source
-from lightning_cp.pipelines.placement.encoders import pipeline_class
 
 BEST = "best"  # folder of the export with the lowest validation loss
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.family import Facts, Family
-from lightning_cp.pipeline_folder.family_table import FAMILIES
+from lightning_cp.finetune.family_table import FAMILIES
 
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 

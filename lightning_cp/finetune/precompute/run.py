@@ -14,6 +14,8 @@ import torch
 
 from lightning_cp.errors import CacheError, DataError, MediaError
 from lightning_cp.files import writing, writing_new
+from lightning_cp.finetune.encoder_files import SETTING, describe_files
+from lightning_cp.finetune.encoders import components_on, load_encoders, release
 from lightning_cp.finetune.families import Family, family_for
 from lightning_cp.finetune.latent_cache import (
     CacheIndex,
@@ -38,8 +40,6 @@ from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSet
 from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.finetune.precompute.usable import SHEET, Buckets, buckets_for, some_left
-from lightning_cp.pipeline_folder.encoder_files import SETTING, describe_files
-from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"

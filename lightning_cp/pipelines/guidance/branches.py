@@ -26,8 +26,8 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, is_repeated
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all, with_buffers
-from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors, key_of
+from lightning_cp.pipelines.samples import divide_samples, join_samples, main_argument
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 
@@ -105,10 +105,6 @@ class BranchRunner:
         batches = divide_samples(module, args, kwargs, self.ranks.cfg)
         results = [compute(*batch, branch) for branch, batch in enumerate(batches)]
         return join_samples(results, shard_sizes(len(main), self.ranks.cfg))
-
-    def use(self, ranks: SampleGroups) -> None:
-        """Distribute the following calls over other groups."""
-        self.ranks, self.pending.groups = ranks, ranks.cfg_groups
 
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""

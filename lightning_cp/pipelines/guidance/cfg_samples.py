@@ -17,7 +17,7 @@ from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
-from lightning_cp.pipelines.pipefusion.samples import select_samples
+from lightning_cp.pipelines.samples import select_samples
 
 _MAX_BRANCHES = 4
 

@@ -25,10 +25,10 @@ from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, curren
 from lightning_cp.pipelines.pipefusion.links import StageFailedError
 from lightning_cp.pipelines.pipefusion.once_per_step import run_once
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
-from lightning_cp.pipelines.pipefusion.samples import divide_samples, join_samples, main_argument
 from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from lightning_cp.pipelines.pipefusion.stages import BlockStage, release_others
 from lightning_cp.pipelines.result_layout import key_of
+from lightning_cp.pipelines.samples import divide_samples, join_samples, main_argument
 from lightning_cp.undoable import Undo
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less

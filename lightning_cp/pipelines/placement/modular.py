@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.registry import family_class
-from lightning_cp.pipeline_folder.family_table import PLAIN_PIPELINES
+from lightning_cp.finetune.family_table import PLAIN_PIPELINES
 from lightning_cp.undoable import intercept_calls
 
 _FIELDS = {"videos": "frames"}  # of modular pipelines -> of others

@@ -17,7 +17,7 @@ from lightning_cp.comm.agree import text_of
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.errors import CallCancelledError
 from lightning_cp.pipelines.serving.messages import Requests, from_bytes, to_bytes
-from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees, use_degrees
+from lightning_cp.pipelines.state import ParallelPipeline
 
 _CALLBACK = "callback_on_step_end"  # the pipelines' name of the argument
 _limit_s: ContextVar[float | None] = ContextVar("time limit of calls", default=None)
@@ -34,7 +34,7 @@ class Leader:
         self._turns, self._is_cancelled, self._has_ended = _Turns(), False, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline on all ranks, with the degrees of `use_degrees` on rank 0.
+        """Call the pipeline on all ranks.
 
         Args: arguments of the pipeline: numbers, text, tensors, arrays, images, generators, lists and dicts of them.
             `callback_on_step_end` runs on rank 0 only: it may raise, to cancel the call, but must change nothing.
@@ -49,7 +49,7 @@ class Leader:
                 f"{_CALLBACK} is a {type(callback).__name__}, which changes the call but would run on rank 0 only: "
                 "call the pipeline on every rank without follow, or give a function that changes nothing"
             )
-        return self._run("", args, kwargs, callback)
+        return self._run("__call__", args, kwargs, callback)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the pipeline, such as "load_lora_weights" or "transformer.set_adapters", on all ranks.
@@ -57,7 +57,7 @@ class Leader:
         Returns: the result on rank 0. If it fails on some of the ranks only, their components may differ: load the
         component again on all ranks.
         """
-        _method_of(self._pipe, name)
+        _check_method(self._pipe, name)
         return self._run(name, args, kwargs)
 
     def cancel(self) -> None:
@@ -103,11 +103,10 @@ class Leader:
                 raise RuntimeError("the loop of follow has ended, so the other ranks take part in no further call")
             votes.check_usable()
             self._is_cancelled = False
-            call: dict[str, Any] = {"name": name, "degrees": chosen_degrees(self._state)}
             named = {"*": args, **kwargs}.items()
             arguments = {key: to_bytes(x, "a positional argument" if key == "*" else key) for key, x in named}
             try:
-                self._requests.send(**call, arguments=arguments, has_callback=callback is not None)
+                self._requests.send(name=name, arguments=arguments, has_callback=callback is not None)
             except BaseException as error:  # a rank has exited, or Ctrl-C: later messages would not match
                 votes.broken = error
                 raise
@@ -116,7 +115,7 @@ class Leader:
             votes.interrupt = interrupt
             try:
                 with votes.call(by_leader=True):
-                    return _run_call(self._pipe, args, kwargs, **call)
+                    return attrgetter(name)(self._pipe)(*args, **kwargs)
             finally:
                 votes.interrupt = lambda: None
 
@@ -128,21 +127,14 @@ def take_part(pipe: Any, state: ParallelPipeline, message: dict[str, Any]) -> No
         args = kwargs.pop("*")
         if message["has_callback"]:
             kwargs[_CALLBACK] = lambda *_: {}
-        _run_call(pipe, args, kwargs, name=message["name"], degrees=message["degrees"])
+        attrgetter(message["name"])(pipe)(*args, **kwargs)
 
 
-def _run_call(pipe: Any, args: Any, kwargs: dict[str, Any], *, name: str, degrees: str) -> Any:
-    with use_degrees(pipe, degrees):
-        return (_method_of(pipe, name) if name else pipe)(*args, **kwargs)
-
-
-def _method_of(pipe: Any, name: str) -> Callable[..., Any]:
+def _check_method(pipe: Any, name: str) -> None:
     if not all(part.isidentifier() and not part.startswith("_") for part in name.split(".")):
         raise ValueError(f"{name!r} must be the name of a public method of the pipeline or of a component")
-    method: Callable[..., Any] = attrgetter(name)(pipe)
-    if not callable(method):
+    if not callable(attrgetter(name)(pipe)):
         raise TypeError(f"{type(pipe).__name__}.{name} is not a method")
-    return method
 
 
 def _unchanging(callback: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Many calls of rank 0 on one parallel pipeline: results, degrees, errors, and left-over state."""
+"""Many calls of rank 0 on one parallel pipeline: results, errors, and left-over state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
-from lightning_cp.pipelines import Leader, error_votes, follow, parallel_pipeline, use_degrees
+from lightning_cp.pipelines import Leader, error_votes, follow, parallel_pipeline
 from lightning_cp.pipelines.serving.messages import from_bytes
 from lightning_cp.undoable import intercept_calls
 from tests import features
@@ -60,23 +60,21 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dict[str, int]], cfg: int) -> Any:
-    """Rank 0: the error of each call and the groups that it used. Others: None."""
+def _calls(rank: int, world: int, which: tuple[str, str], cfg: int) -> Any:
+    """Rank 0: the error of each call, and how many calls were divided over branches. Others: None."""
     pipe = _pipe(*which)
     alone = [_first(pipe(**_inputs(*which, i))) for i in range(6)]
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg, degrees=degrees)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg)
     state = parallel_pipeline(pipe)
     assert state is not None
 
     def loop(leader: Leader) -> Any:
         found = []
         for i in range(6):
-            with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
-                inputs = _inputs(*which, i)
-                error = _error(_first(leader(**inputs)), alone[i])
-                assert not torch.equal(torch.Generator().manual_seed(i).get_state(), inputs["generator"].get_state())
-            groups = state.transformers["transformer"].session.groups
-            found.append((error, groups.context_shape, state.branch_runner.ranks.cfg, state.branch_runner.shared))
+            inputs = _inputs(*which, i)
+            error = _error(_first(leader(**inputs)), alone[i])
+            assert not torch.equal(torch.Generator().manual_seed(i).get_state(), inputs["generator"].get_state())
+            found.append((error, state.branch_runner.shared))
         return found
 
     found = follow(pipe, loop)
@@ -86,27 +84,22 @@ def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dic
 
 
 @pytest.mark.parametrize(
-    ("world", "which", "degrees", "cfg"),
+    ("world", "which", "cfg"),
     [
-        (3, FLUX, {"ulysses": {"ulysses": 3}}, 1),
-        pytest.param(
-            4, FLUX, {"guided": {"cfg": 2, "ulysses": 2}, "ulysses": {"ulysses": 4}}, 1, marks=pytest.mark.full
-        ),
-        pytest.param(4, WAN, {"unified": {"ring": 2, "ulysses": 2}, "ring": {"ring": 4}}, 2, marks=pytest.mark.full),
-        pytest.param(1, FLUX, {}, 1, marks=pytest.mark.full),
+        (3, FLUX, 1),
+        pytest.param(4, WAN, 2, marks=pytest.mark.full),
+        pytest.param(1, FLUX, 1, marks=pytest.mark.full),
     ],
 )
-def test_calls_of_all_sizes_and_degrees_are_those_of_one_process(
-    run_ranks: RankPool, world: int, which: tuple[str, str], degrees: dict[str, dict[str, int]], cfg: int
+def test_calls_of_all_sizes_are_those_of_one_process(
+    run_ranks: RankPool, world: int, which: tuple[str, str], cfg: int
 ) -> None:
-    first, *others = run_ranks(world, _calls, which, degrees, cfg, timeout_s=240)
+    first, *others = run_ranks(world, _calls, which, cfg, timeout_s=240)
     assert others == [None] * (world - 1)
-    shapes = [(world // cfg, 1), *((x.get("ring", 1), x.get("ulysses", 1)) for x in degrees.values())]
-    for i, (error, shape, used_cfg, shared) in enumerate(first):
+    for error, shared in first:
         assert error <= 1e-5
-        assert shape == shapes[i % len(shapes)]
-        assert (shared > 0) == (used_cfg > 1)
-        features.compared("many calls of a loop on rank 0 (`follow`), with declared degrees", error)
+        assert (shared > 0) == (cfg > 1)
+        features.compared("many calls of a loop on rank 0 (`follow`)", error)
 
 
 def _failing(rank: int, world: int) -> list[str]:
@@ -211,7 +204,7 @@ def _loop_fails(rank: int, world: int) -> str:
 
     with pytest.raises((ValueError, CallFailedError)) as caught:
         follow(pipe, loop)
-    with pytest.raises((PeerMismatchError, CallFailedError)), use_degrees(pipe, "default"):
+    with pytest.raises((PeerMismatchError, CallFailedError)):
         pipe(**_inputs(*FLUX, rank))  # the ranks are at one place again, and compare
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -220,44 +213,6 @@ def test_an_error_of_the_loop_ends_it_on_all_ranks(run_ranks: RankPool) -> None:
     first, *others = run_ranks(3, _loop_fails, timeout_s=240)
     assert first == "ValueError: the queue is gone"
     assert set(others) == {"CallFailedError: rank 0's loop ended with an error: ValueError: the queue is gone"}
-
-
-def _refusals(rank: int, world: int) -> list[str]:
-    pipe, said = _pipe(*FLUX), []
-    config = ContextParallelConfig(ring_degree=world)
-    wrong: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"few": {"ring": 2}}, {}),
-        ({"default": {"ulysses": world}}, {}),
-        ({"odd": {"heads": 2}}, {}),
-        ({"guided": {"cfg": world}}, {"shard": ["transformer"]}),
-    ]
-    for degrees, others in wrong:
-        with pytest.raises(ValueError, match=r"degrees\[") as caught:
-            parallelize_pipeline(pipe, config, degrees=degrees, **others)
-        assert parallel_pipeline(pipe) is None
-        said.append(str(caught.value))
-    with pytest.raises(TypeError, match="must be a mapping from names to degrees"):
-        parallelize_pipeline(pipe, config, degrees=[("ulysses", {"ulysses": world})])  # type: ignore[arg-type]
-    parallelize_pipeline(pipe, config, degrees={"ulysses": {"ulysses": world}})
-    with (
-        pytest.raises(ValueError, match="'cfg' is not one of the declared degrees, default, ulysses"),
-        use_degrees(pipe, "cfg"),
-    ):
-        pass
-    with (
-        pytest.raises((PeerMismatchError, CallFailedError), match="use_degrees"),
-        use_degrees(pipe, "ulysses" if rank == 1 else "default"),
-    ):
-        pipe(**_inputs(*FLUX, 0))
-    return said
-
-
-def test_degrees_that_do_not_fit_are_refused(run_ranks: RankPool) -> None:
-    few, default, odd, guided = run_ranks(3, _refusals, timeout_s=240)[0]
-    assert "ring=2 x ulysses=1 x cfg=1 must be 3 ranks" in few
-    assert "use another name" in default
-    assert "keys ring, ulysses, cfg" in odd
-    assert "cfg=3 must be 1, because the weights of transformer are sharded" in guided
 
 
 def _held(pipe: Any) -> dict[str, int]:
@@ -278,8 +233,7 @@ def _held(pipe: Any) -> dict[str, int]:
 
 def _leaks(rank: int, world: int, calls: int) -> list[dict[str, int]]:
     pipe, found = _pipe(*FLUX), list[dict[str, int]]()
-    degrees = {"guided": {"cfg": 3}}
-    parallelize_pipeline(pipe, MODES["ring"](world), degrees=degrees)
+    parallelize_pipeline(pipe, MODES["ring"](world))
 
     def note(*_: Any) -> None:
         found.append(_held(pipe))
@@ -396,29 +350,23 @@ def test_conditions_are_sent_and_compared(run_ranks: RankPool) -> None:
 
 
 def _threads(rank: int, world: int) -> list[Any]:
-    """Rank 0: the degrees after threads have used others, and errors. All: what a second thread raises."""
+    """Rank 0: the errors of calls of two threads. All: what a second thread raises without `follow`."""
     pipe, other = _pipe(*FLUX), _pipe(*FLUX)
     alone = _first(pipe(**_inputs(*FLUX, 0)))
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), degrees={"guided": {"ulysses": world}})
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     parallelize_pipeline(other, ContextParallelConfig(ring_degree=world))
     barrier, found = threading.Barrier(2), list[Any]()
 
     def loop(leader: Leader) -> None:
         def request() -> None:
-            with use_degrees(pipe, "guided"):
-                barrier.wait()  # both are inside
-                found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
-                barrier.wait()
+            barrier.wait()
+            found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
 
         threads = [threading.Thread(target=request) for _ in range(2)]
         for one in threads:
             one.start()
         for one in threads:
             one.join()
-        found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
-        state = parallel_pipeline(pipe)
-        assert state is not None
-        found.append(state.transformers["transformer"].session.groups.context_shape)
 
     follow(pipe, loop)
 
@@ -444,10 +392,9 @@ def _threads(rank: int, world: int) -> list[Any]:
     return [*found, second(pipe), second(other), _error(_first(other(**_inputs(*FLUX, 0))), alone)]
 
 
-def test_threads_choose_degrees_for_themselves_and_only_one_of_them_calls(run_ranks: RankPool) -> None:
-    (one, two, after, shape, *refused), others = run_ranks(2, _threads)
-    assert max(one, two, after) <= 1e-5
-    assert shape == (2, 1), "the default degrees"
+def test_threads_share_the_leader_and_without_it_only_one_of_them_calls(run_ranks: RankPool) -> None:
+    (one, two, *refused), others = run_ranks(2, _threads)
+    assert max(one, two) <= 1e-5
     for same, different, error in (refused, others):
         for said in (same, different):
             assert said.startswith("FluxPipeline is called while the thread MainThread is in a call")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.engine.graphs import recorder
 from lightning_cp.errors import CallFailedError, PeerMismatchError
-from lightning_cp.pipelines import parallel_pipeline, use_degrees
+from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipelines.test_pipeline_features import _lora
 from tests.harness import RankPool
 from tests.harness.recorder import StandIn
@@ -155,29 +154,6 @@ def _journey(rank: int, world: int) -> list[Any]:
 def test_what_one_rank_does_differently_is_noticed_by_all(run_ranks: RankPool, world: int) -> None:
     for found in run_ranks(world, _journey):
         assert "hidden_states differ" in found[0] or "latents" in found[0]
-
-
-def _degrees(rank: int, world: int) -> None:
-    pipe = _pipe("wan", "wan")
-    degrees = {"guided": {"cfg": 2}}
-    expected = {}
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=2), degrees=degrees)
-    for name in ("default", "guided"):
-        with use_degrees(pipe, name) if name == "guided" else nullcontext():
-            expected[name] = _draw(pipe, "wan", "wan")
-    unparallelize_pipeline(pipe)
-    stand_in = _parallelize(pipe, ContextParallelConfig(ring_degree=2), degrees=degrees)
-    for _ in range(2):
-        for name in ("default", "guided"):
-            with use_degrees(pipe, name) if name == "guided" else nullcontext():
-                assert torch.equal(_draw(pipe, "wan", "wan"), expected[name])
-    assert stand_in.captures == 2
-    unparallelize_pipeline(pipe)
-
-
-@pytest.mark.full
-def test_each_degree_has_graphs(run_ranks: RankPool) -> None:
-    run_ranks(2, _degrees)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_an_experiment_for_another_pipeline_is_refused_by_name(
 
 
 def test_every_family_has_an_experiment() -> None:
-    from lightning_cp.pipeline_folder.family_table import FAMILIES, experiments_of
+    from lightning_cp.finetune.family_table import FAMILIES, experiments_of
 
     named = {experiment for family in FAMILIES for experiment in experiments_of(family)}
     assert named == {path.stem for path in (CONF / "experiment").glob("finetune_*.yaml")}

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from lightning_cp.finetune.encoders import release
 from lightning_cp.finetune.prompts.recorded_prompts import RecordedPrompts
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.placement.encoders import release
 from tests.e2e.finetuning import frames_of
 from tests.pipelines import table
 

@@ -105,7 +105,6 @@ def _settings(**changed: Any) -> PipelineSettings:
         ({"stages": "away"}, "stages='away' must be one of 'together', 'offload', 'release'"),
         ({"vae": "maybe"}, "vae='maybe' must be True, False or 'auto'"),
         ({"stall_s": -1}, "stall_s=-1 must be"),
-        ({"degrees": {"guided": {}}, "patches": 2}, r"degrees=\['guided'\] cannot be combined with pipe, patches"),
     ],
 )
 def test_invalid_settings_are_refused_when_they_are_made(changed: dict[str, Any], message: str) -> None:

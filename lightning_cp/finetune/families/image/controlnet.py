@@ -21,7 +21,7 @@ from lightning_cp.finetune.families.image.qwen_image import QwenImage
 from lightning_cp.finetune.families.media import condition_image
 from lightning_cp.finetune.families.packing import pack
 from lightning_cp.finetune.families.pictures import Pictures
-from lightning_cp.pipeline_folder.side_models import CONTROLNET, controlnet_error
+from lightning_cp.finetune.family_table import CONTROLNET, controlnet_error
 
 
 class WithControlNet(Pictures):

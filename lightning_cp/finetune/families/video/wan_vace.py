@@ -17,7 +17,7 @@ from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, Stored
 from lightning_cp.finetune.families.media import to_clips
 from lightning_cp.finetune.families.video.wan import Wan
-from lightning_cp.pipeline_folder.side_models import VACE
+from lightning_cp.finetune.family_table import VACE
 
 
 class WanVACE(Wan):

@@ -1,4 +1,4 @@
-"""Compare the settings of a pipeline between all ranks, and the arguments of a call between those that share a sample.
+"""Compare a pipeline's settings between all ranks, and arguments and results of a call between those of a sample.
 
 Before a call, their random states are made equal too.
 """
@@ -18,11 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_cp.comm.agree import first_difference, gather_objects, raise_on_all
+from lightning_cp.comm.background import gather_device, gather_in_background
 from lightning_cp.engine.peers.comparison import Digest, digest, digest_difference
+from lightning_cp.engine.peers.samples import SAMPLES, Sampler, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.nest import dataclass_fields
+from lightning_cp.nest import dataclass_fields, named_leaves
+from lightning_cp.pipelines.error_votes import Votes
 
 _RANDOM = "generator"
 
@@ -87,6 +90,54 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
 def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> None:
     """Refuse unequal arguments of a call of `name`. Other arguments and errors: see `sync_rng_and_check_inputs`."""
     _gather_equal(name, {"arguments": dict(_digests("", arguments)), "generators": []}, sample)
+
+
+class EqualResults:
+    """Compares the results of a pipeline's calls.
+
+    Args:
+        name: class name of the pipeline, for errors.
+        sample: the ranks that share a sample.
+        votes: ranks vote before the comparison, because one of them may have raised.
+        calls: number of calls to compare; None: all.
+    """
+
+    def __init__(self, name: str, sample: MeshGroups, votes: Votes, *, calls: int | None) -> None:
+        self._name, self._sample, self._votes, self._calls = name, sample, votes, calls
+        self._sampler = Sampler(["result"])
+
+    def compare(self, result: Any) -> None:
+        """Compare a call's result. Ranks: all of the sample. Raises: PeerMismatchError: it differs."""
+        group = self._sample.context
+        if group is None or self._calls == 0:
+            return
+        self._calls = self._calls and self._calls - 1
+        with self._votes.before_exchanges(), torch.no_grad():
+            arguments = {"result": list(_samples(result))}
+            table, _ = self._sampler.table(arguments, forward=1, device=gather_device(group))
+            tables = gather_in_background(table.flatten(), group=group).read()
+        if (difference := sampled_difference(tables, self._sampler.names)) is not None:
+            rank, problem = difference
+            raise PeerMismatchError(
+                f"ranks that share a sample must compute the same, but {problem} in a call of {self._name} (rank {rank}"
+                " of this group, compared with its rank 0): callbacks and components must be equal on these ranks"
+            )
+
+
+def _samples(result: Any) -> Iterator[Any]:
+    """Yield some elements of each tensor, array and image of a result, rounded, because each rank may decode."""
+    values = getattr(result, "values", None)  # of the PipelineState of a modular pipeline
+    for _, leaf in named_leaves("", values if isinstance(values, dict) else result):
+        x = np.asarray(leaf) if isinstance(leaf, Image.Image) else leaf
+        if isinstance(x, np.ndarray):
+            x = x.reshape(-1)[:: max(1, x.size // SAMPLES)]
+            x = torch.from_numpy(x.astype(np.float32)) if x.dtype.kind in "uif" else None
+        elif isinstance(x, Tensor):
+            x = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLES)]
+        if isinstance(x, Tensor):
+            yield x.bfloat16() if not x.is_complex() else torch.view_as_real(x).bfloat16()
+        elif isinstance(x, (bool, int, str)):
+            yield x
 
 
 def _gather_equal(

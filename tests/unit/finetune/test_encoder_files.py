@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_cp.errors import CacheError, StaleCacheError
-from lightning_cp.pipeline_folder.encoder_files import SETTING, check_made_by, describe_files
+from lightning_cp.finetune.encoder_files import SETTING, check_made_by, describe_files
 
 
 def _pipeline(folder: Path, *, scale: float = 1.0, files: int = 1, text: str = "a b", origin: str = "x") -> Path:

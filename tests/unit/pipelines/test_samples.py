@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import ShapeError
-from lightning_cp.pipelines.pipefusion.samples import select_samples
+from lightning_cp.pipelines.samples import select_samples
 
 
 @pytest.mark.parametrize(("name", "shape"), [("encoder_hidden_states", (2, 5, 8)), ("pooled_projections", (3, 8))])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.pipeline_folder.index import check_source
+from lightning_cp.finetune.encoders import pipeline_class
+from lightning_cp.pipeline_folder import check_source
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.placement.encoders import pipeline_class
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,39 +9,36 @@ from typing import Any
 import torch
 
 from lightning_cp.pipelines.state import parallel_state
-from lightning_cp.undoable import Undo, intercept_calls, undo_all
+from lightning_cp.undoable import intercept_calls
 
 
 @dataclass(eq=False)
 class StageTimes:
-    """Seconds per stage on this rank, summed over the calls of a parallel pipeline since `watch`.
+    """Seconds of each stage on this rank, summed over the calls of a parallel pipeline.
 
     Encoding ends at the first transformer call; decoding begins after the last one. With stages of blocks, the wait for
     the last stage's outputs counts as decoding.
 
     Attributes:
         encode_s, denoise_s, decode_s: seconds per stage.
-        steps: number of transformer calls.
     """
 
     encode_s: float = 0.0
     denoise_s: float = 0.0
     decode_s: float = 0.0
-    steps: int = 0
     _marks: list[_Mark] = field(default_factory=list)
 
-    def watch(self, pipe: Any) -> Undo:
-        """Start to measure the calls of a pipeline. Returns: a function to stop. Raises: ValueError: not parallel."""
-        undo = [intercept_calls(pipe.components[name], self._step) for name in parallel_state(pipe).transformers]
-        undo.append(intercept_calls(pipe, self._call))
-        return functools.partial(undo_all, undo)
+    def watch(self, pipe: Any) -> None:
+        """Measure all later calls of a pipeline. Raises: ValueError: it is not parallel."""
+        for name in parallel_state(pipe).transformers:
+            intercept_calls(pipe.components[name], self._step)
+        intercept_calls(pipe, self._call)
 
     def _step(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._marks:
             self._marks.append(_Mark())
         result = call(*args, **kwargs)
         self._marks[1:] = [_Mark()]
-        self.steps += 1
         return result
 
     def _call(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
