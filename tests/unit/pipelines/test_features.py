@@ -81,7 +81,7 @@ def test_features_are_undone_in_reverse_order(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _settings(**changed: Any) -> PipelineSettings:
-    given: dict[str, Any] = {"parallel_config": ContextParallelConfig(), "cfg": 1, "degrees": None, "pipe": 1}
+    given: dict[str, Any] = {"parallel_config": ContextParallelConfig(), "cfg": 1, "pipe": 1}
     given |= {
         "graphs": False,
         "patches": 1,
