@@ -15,7 +15,7 @@ from lightning_cp.undoable import Around, Undo, intercept_method
 
 def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the weights of adapters, without the layers that they adapt."""
-    return {x for layer in adapted_layers(module) for x in _own_parameters(layer)}
+    return {x for layer in adapted_layers(module) for x in _adapter_weights(layer)}
 
 
 def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def adapted_layers(module: nn.Module) -> Iterator[Any]:
     return (layer for layer in module.modules() if "base_layer" in layer._modules and hasattr(layer, "active_adapters"))
 
 
-def _own_parameters(layer: Any) -> list[nn.Parameter]:
+def _adapter_weights(layer: Any) -> list[nn.Parameter]:
     base = {id(x) for x in layer.base_layer.parameters()}
     return [x for x in layer.parameters() if id(x) not in base]
 

@@ -79,7 +79,7 @@ def parallelize_pipeline(
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies. Unless it is "off", components and results are
-            compared between all ranks that share a sample; with "first", the results of 2 calls only.
+            compared between all ranks that share a sample.
         stall_s: seconds until a stalled collective is reported; None: never. A watch
             of another pipeline or of a strategy is shared, with its setting.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
@@ -133,8 +133,8 @@ def parallelize_pipeline(
         state.undo()
         mark_unusable(pipeline, state.layers, state.patch_runners, error)
         raise
-    if state.stages is not None:
-        state.stages.offload_all()
+    if state.component_stages is not None:
+        state.component_stages.offload_all()
     pipeline.__dict__[INSTALLED] = state
     _describe(state)
 

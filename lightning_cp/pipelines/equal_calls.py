@@ -92,36 +92,24 @@ def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> 
     _gather_equal(name, {"arguments": dict(_digests("", arguments)), "generators": []}, sample)
 
 
-class EqualResults:
-    """Compares the results of a pipeline's calls.
+def check_equal_results(name: str, result: Any, sample: MeshGroups, votes: Votes) -> None:
+    """Refuse unequal results of a pipeline's call. Votes come first, because another rank may have raised.
 
-    Args:
-        name: class name of the pipeline, for errors.
-        sample: the ranks that share a sample.
-        votes: ranks vote before the comparison, because one of them may have raised.
-        calls: number of calls to compare; None: all.
+    Ranks: all of `sample`. Raises: PeerMismatchError.
     """
-
-    def __init__(self, name: str, sample: MeshGroups, votes: Votes, *, calls: int | None) -> None:
-        self._name, self._sample, self._votes, self._calls = name, sample, votes, calls
-        self._sampler = Sampler(["result"])
-
-    def compare(self, result: Any) -> None:
-        """Compare a call's result. Ranks: all of the sample. Raises: PeerMismatchError: it differs."""
-        group = self._sample.context
-        if group is None or self._calls == 0:
-            return
-        self._calls = self._calls and self._calls - 1
-        with self._votes.before_exchanges(), torch.no_grad():
-            arguments = {"result": list(_samples(result))}
-            table, _ = self._sampler.table(arguments, forward=1, device=gather_device(group))
-            tables = gather_in_background(table.flatten(), group=group).read()
-        if (difference := sampled_difference(tables, self._sampler.names)) is not None:
-            rank, problem = difference
-            raise PeerMismatchError(
-                f"ranks that share a sample must compute the same, but {problem} in a call of {self._name} (rank {rank}"
-                " of this group, compared with its rank 0): callbacks and components must be equal on these ranks"
-            )
+    if sample.context is None:
+        return
+    sampler = Sampler(["result"])
+    with votes.before_exchanges(), torch.no_grad():
+        arguments = {"result": list(_samples(result))}
+        table, _ = sampler.table(arguments, forward=1, device=gather_device(sample.context))
+        tables = gather_in_background(table.flatten(), group=sample.context).read()
+    if (difference := sampled_difference(tables, sampler.names)) is not None:
+        rank, problem = difference
+        raise PeerMismatchError(
+            f"ranks that share a sample must compute the same, but {problem} in a call of {name} (rank {rank} of this "
+            "group, compared with its rank 0): callbacks and components must be equal on these ranks"
+        )
 
 
 def _samples(result: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from lightning_cp.pipelines.calls import hide_progress
 from lightning_cp.pipelines.components import compile_in_place, experts_of, refuse_cuda_graphs
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
-from lightning_cp.pipelines.placement.component_stages import follow_stages, make_stages
+from lightning_cp.pipelines.placement.component_stages import make_component_stages, watch_component_stages
 from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
 from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
@@ -30,7 +30,9 @@ def _weights(state: ParallelPipeline) -> Iterable[Undo]:
     """Find out where weights are to be. Raises: ValueError, TypeError: settings that do not fit the pipeline."""
     settings, ranks, transformers = state.settings, state.ranks, state.modules
     state.layers = layers_to_shard(state.components, settings.shard, transformers, ranks)
-    state.stages = make_stages(state.pipeline, settings.stages, state.components, transformers, sampling_device(ranks))
+    state.component_stages = make_component_stages(
+        state.pipeline, settings.stages, state.components, transformers, sampling_device(ranks)
+    )
     state.check()
     return ()
 
@@ -132,13 +134,13 @@ def _decoders(state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def _component_stages(state: ParallelPipeline) -> Iterable[Undo]:
-    return () if state.stages is None else follow_stages(state.stages)
+    return () if state.component_stages is None else watch_component_stages(state.component_stages)
 
 
 def _calls(state: ParallelPipeline) -> Iterator[Undo]:
     """Make the ranks that share a sample take part in the pipeline's calls."""
     pipeline, ranks = state.pipeline, state.ranks
-    attributes = {**device_properties(state.stages), **copy_refusals(state.name)}
+    attributes = {**device_properties(state.component_stages), **copy_refusals(state.name)}
     yield intercept_calls(pipeline, synchronized(state), **attributes)
     if (ranks.data_rank, ranks.sample.context_rank) != (0, 0):
         yield hide_progress(pipeline)

@@ -117,7 +117,7 @@ def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs:
     _check_media(inputs, per_call)
     groups = installed.ranks.data_size
     most_per_group = -(-count // groups)
-    if installed.stages is not None and installed.stages.setting == "release" and most_per_group > per_call:
+    if installed.settings.stages == "release" and most_per_group > per_call:
         raise ValueError(
             f"stages='release' allows a single call, but {count} prompts over {groups} data groups need several: use "
             f"per_call={most_per_group}, or stages='offload'"

@@ -11,14 +11,13 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
-from lightning_cp.pipelines.equal_calls import EqualResults
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.perturbing import check_guiders
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
-from lightning_cp.pipelines.placement.component_stages import Stages
+from lightning_cp.pipelines.placement.component_stages import ComponentStages
 from lightning_cp.pipelines.placement.sharding import check_placement
 from lightning_cp.pipelines.settings import PipelineSettings
 from lightning_cp.undoable import Feature
@@ -39,12 +38,12 @@ class ParallelPipeline:
         graphs: run the forwards of a transformer or ControlNet in CUDA graphs, by component name.
         patch_runners: the transformers that are computed in patches or stages of blocks, by component name.
         layers: the layers to shard over ranks (FSDP2), by component name.
-        stages: device placement by stage; None for the setting "together".
+        component_stages: device placement by component stage; None for the setting "together".
         features: what was installed, in order.
         votes: end a call on all ranks that share a sample if one of them fails.
         branch_runner: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         clock: counts transformer calls of a step.
-        equal_components, equal_results: comparisons between the ranks that share a sample.
+        equal_components: compares components between the ranks that share a sample.
     """
 
     pipeline: Any
@@ -59,7 +58,7 @@ class ParallelPipeline:
     graphs: dict[str, GraphedForward] = field(default_factory=dict)
     patch_runners: dict[str, PatchRunner] = field(default_factory=dict)
     layers: dict[str, list[nn.Module]] = field(default_factory=dict)
-    stages: Stages | None = None
+    component_stages: ComponentStages | None = None
     features: list[Feature] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,8 +68,6 @@ class ParallelPipeline:
         self.clock = StepClock(must_be_equal=settings.patches > 1)
         is_on, in_stages = settings.check_peers != "off", settings.num_stages > 1
         self.equal_components = EqualComponents(control, is_on=is_on, in_stages=in_stages)
-        num_calls = {"off": 0, "first": 2}.get(settings.check_peers)
-        self.equal_results = EqualResults(self.name, self.ranks.sample, self.votes, calls=num_calls)
 
     @property
     def installed(self) -> dict[str, Installed]:

@@ -12,13 +12,13 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.launch.stall import watching_this_thread
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.equal_calls import check_equal, sync_rng_and_check_inputs
+from lightning_cp.pipelines.equal_calls import check_equal, check_equal_results, sync_rng_and_check_inputs
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
-from lightning_cp.pipelines.placement.component_stages import Stages
+from lightning_cp.pipelines.placement.component_stages import ComponentStages
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.undoable import Around, Undo, intercept_method, undo_all
 
@@ -84,7 +84,8 @@ def synchronized(state: ParallelPipeline) -> Around:
     """
     pipe = state.pipeline
     signature = inspect.signature(type(pipe).__call__)
-    runner, votes, stages, in_patches = state.branch_runner, state.votes, state.stages, state.patch_runners.values()
+    runner, votes, stages = state.branch_runner, state.votes, state.component_stages
+    in_patches = state.patch_runners.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = arguments_by_name(signature, args, kwargs)
@@ -108,7 +109,8 @@ def synchronized(state: ParallelPipeline) -> Around:
                     result = resolve_all(call(*args, **kwargs))
                 for installed in state.installed.values():  # so that no later call raises a difference of this one
                     installed.session.peers.finish()
-                state.equal_results.compare(result)
+                if state.settings.check_peers != "off":
+                    check_equal_results(state.name, result, state.ranks.sample, votes)
                 return result
             finally:
                 undo_all(undo)
@@ -159,7 +161,7 @@ def _drop_graphs(state: ParallelPipeline) -> None:
             one.drop()
 
 
-def device_properties(stages: Stages | None) -> dict[str, Any]:
+def device_properties(stages: ComponentStages | None) -> dict[str, Any]:
     """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
     if stages is None:
         return {}

@@ -32,7 +32,7 @@ from lightning_cp.planning.step import Layout, Step
 from lightning_cp.plans import registered_plan
 from lightning_cp.vae import parallelize_vae
 
-Stage = Literal["encode", "denoise", "decode"]
+ComponentStage = Literal["encode", "denoise", "decode"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Component:
     """
 
     name: str
-    stage: Stage
+    stage: ComponentStage
     module: nn.Module
     inputs: Mapping[str, Any] | None = None
     method: str = "forward"

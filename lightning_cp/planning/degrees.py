@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import described, layouts
-from lightning_cp.planning.request import Plan, Request, closest
-from lightning_cp.planning.search import OF_EVERY_LAYOUT, plan, ranked, why
+from lightning_cp.planning.request import Request, SearchResult, closest
+from lightning_cp.planning.search import OF_EVERY_LAYOUT, ranked, search, why
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,35 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
     Raises: ValueError: no degrees are possible, nothing fits in memory, the model has no plan, or its forward cannot be
         traced.
     """
-    plans, problems = [], []
+    results, problems = [], []
     for data in sorted({x.data for x in layouts(ranks, "train", fixed)}, reverse=True):
         request = request_of(data)
         if request is None:
             problems.append(f"the batch cannot be divided over {data} data ranks")
             continue
         try:
-            plans.append(plan(replace(request, fixed={**fixed, "data": data})))
+            results.append(search(replace(request, fixed={**fixed, "data": data})))
         except OF_EVERY_LAYOUT:
             raise
         except ValueError as error:
             problems.append(str(error))
-    requests = {choice.layout: x.request for x in plans for choice in x.choices}
+    requests = {choice.layout: x.request for x in results for choice in x.choices}
     if requests:
-        choices, equal = ranked(choice for x in plans for choice in x.choices)
+        choices, equal = ranked(choice for x in results for choice in x.choices)
         best = choices[0].layout
         reason = why(choices, equal, requests[best]).partition(": ")[2]
         return Degrees(best.ring, best.ulysses, f"ring={best.ring} ulysses={best.ulysses}: {ranks} ranks; {reason}")
-    if not plans:
+    if not results:
         given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
         reasons = f": {'; '.join(dict.fromkeys(problems))}" if problems else ""
         raise ValueError(f"no degrees are possible on {ranks} ranks{given}{reasons}")
-    raise ValueError(_nothing_fits(min(plans, key=lambda x: closest(x.excluded).needs_bytes)))
+    raise ValueError(_nothing_fits(min(results, key=lambda x: closest(x.excluded).needs_bytes)))
 
 
-def _nothing_fits(result: Plan) -> str:
-    """Return the missing memory, and the cheapest change: sharded weights or checkpointing, else that of `plan`."""
+def _nothing_fits(result: SearchResult) -> str:
+    """Return the missing memory, and the cheapest change: sharded weights or checkpointing, else that of `search`."""
     data = closest(result.excluded).layout.data
-    others = plan(replace(result.request, fixed={"data": data}))
+    others = search(replace(result.request, fixed={"data": data}))
     if others.best is None:
         return result.reason
     return f"{result.reason.partition('. ')[0]}; {described(others.best.layout)} would fit"

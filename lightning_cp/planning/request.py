@@ -1,4 +1,4 @@
-"""The request of a user to the planner, and the plan that answers it."""
+"""The request of a user to the planner, and the result of its search."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def closest(excluded: Iterable[Excluded]) -> Excluded:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """The result of a search.
 
     Attributes:

@@ -17,13 +17,13 @@ import torch
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.pipelines.placement.sharding import layers_with_weights
-from lightning_cp.planning.components import Component, ComponentRuns, Pipeline, Stage
+from lightning_cp.planning.components import Component, ComponentRuns, ComponentStage, Pipeline
 from lightning_cp.planning.devices import GB
 from lightning_cp.planning.dry_run import ShortModels, UntraceableError, dry_run
 from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
 from lightning_cp.planning.models import of_dtype
 from lightning_cp.planning.recording import StepSettings
-from lightning_cp.planning.request import Choice, Excluded, Plan, Request, SampleStage, closest
+from lightning_cp.planning.request import Choice, Excluded, Request, SampleStage, SearchResult, closest
 from lightning_cp.planning.step import Layout, Step
 from lightning_cp.planning.timeline import time_step
 
@@ -37,23 +37,23 @@ _ADVICE = {
 Run = Callable[[Component], Step | str]
 
 
-def plan(request: Request) -> Plan:
+def search(request: Request) -> SearchResult:
     """Search all layouts of the ranks.
 
     Raises: ValueError: the model has no plan, its forward cannot be traced, or no layout is possible for it.
     """
-    search = _Search(request)
+    trial = _Search(request)
     searched = list(layouts(request.ranks, request.task, request.fixed))
     if not searched:
         raise ValueError(f"fixed={dict(request.fixed)}: no layout of {request.ranks} ranks has these degrees")
     for layout in searched:
-        search.visit(layout)
-    if not search.choices and not any(x.needs_bytes for x in search.excluded):
-        first = search.excluded[0]
+        trial.visit(layout)
+    if not trial.choices and not any(x.needs_bytes for x in trial.excluded):
+        first = trial.excluded[0]
         raise ValueError(f"no layout of {request.ranks} ranks is possible: {described(first.layout)}: {first.reason}")
-    choices, equal = ranked(search.choices)
-    reason = why(choices, equal, request) if choices else search.what_is_missing()
-    return Plan(request, choices, equal, tuple(search.excluded), reason)
+    choices, equal = ranked(trial.choices)
+    reason = why(choices, equal, request) if choices else trial.what_is_missing()
+    return SearchResult(request, choices, equal, tuple(trial.excluded), reason)
 
 
 def ranked(choices: Iterable[Choice]) -> tuple[tuple[Choice, ...], int]:
@@ -261,24 +261,24 @@ class _Weights:
 
     def __init__(self, choice: Choice, request: Request, pipeline: Pipeline, transformer_bytes: int) -> None:
         self._setting = request.stages
-        self.sizes: dict[str, tuple[Stage, int]] = {"transformer": ("denoise", transformer_bytes)}
+        self.sizes: dict[str, tuple[ComponentStage, int]] = {"transformer": ("denoise", transformer_bytes)}
         for x in pipeline.components:
             parts = shard_ranks(choice.layout, "sample") if x.stage == "denoise" else 1
             self.sizes[x.name] = x.stage, x.weight_bytes(request.dtype) // parts
 
-    def beside(self, stage: Stage, caller: str, peak: dict[str, int]) -> dict[str, int]:
+    def beside(self, stage: ComponentStage, caller: str, peak: dict[str, int]) -> dict[str, int]:
         """Return the peak of a component's call with the weights of all other components on the device."""
         others = (x for name, (of, x) in self.sizes.items() if name != caller and self._is_there(of, stage))
         return {**peak, "weights": peak.get("weights", 0) + sum(others)}
 
-    def _is_there(self, of: Stage, now: Stage) -> bool:
+    def _is_there(self, of: ComponentStage, now: ComponentStage) -> bool:
         """Return True if the weights of a stage are on the device in another one."""
         if self._setting == "together":
             return True
         return of == now and (of != "denoise" or self._setting == "release")  # of two experts, one is on the device
 
 
-def _stage(stage: Stage, request: Request, pipeline: Pipeline, weights: _Weights, run: Run) -> SampleStage:
+def _stage(stage: ComponentStage, request: Request, pipeline: Pipeline, weights: _Weights, run: Run) -> SampleStage:
     found = SampleStage(stage, weights.beside(stage, "", {}), 0.0)
     for component in pipeline.components:
         if component.stage != stage:

@@ -24,12 +24,12 @@ from lightning_cp.compat.packages import missing_package
 def run(config: DictConfig, folder: Path) -> int:
     """Plan, print the result and write its files. Returns: the exit code."""
     from lightning_cp.app.planning.report import draw, notes, table, write_json
-    from lightning_cp.planning.search import plan
+    from lightning_cp.planning.search import search
 
     warnings.filterwarnings("ignore")  # from other packages
     console = terminal.console(width=150)
     try:
-        found = plan(request_of(config))
+        found = search(request_of(config))
     except (ValueError, ImportError) as error:
         print_error(missing_package(error, "lightning-cp plan") or " ".join(str(error).split()))
         return 2

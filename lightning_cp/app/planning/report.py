@@ -1,4 +1,4 @@
-"""Show a plan: a table, plan.json and a plot."""
+"""Show the result of a search: a table, plan.json and a plot."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB, as_figures
 from lightning_cp.planning.layouts import described
-from lightning_cp.planning.request import Choice, Plan
+from lightning_cp.planning.request import Choice, SearchResult
 from lightning_cp.planning.step import CATEGORIES
 
 _UNITS = {"train": "ms / sample", "sample": "ms / sample and step"}
 
 
-def table(plan: Plan, rows: int) -> Table:
+def table(result: SearchResult, rows: int) -> Table:
     """Return a table of the best layouts. Args: rows: number of layouts."""
-    request = plan.request
+    request = result.request
     shown = Table(
         title=rich_text(f"{request.model.name}, {request.task}, {request.ranks} × {request.device.name}"),
         title_justify="left",
@@ -43,12 +43,12 @@ def table(plan: Plan, rows: int) -> Table:
         *(["peak in"] if request.pipeline else []),
     ):
         shown.add_column(column, justify="left" if column in ("", "layout", "bound", "peak in") else "right")
-    for number, choice in enumerate(plan.choices[:rows]):
+    for number, choice in enumerate(result.choices[:rows]):
         parts = choice.times.by_bound
         links = sum(value for name, value in parts.items() if name not in ("compute", "host"))
         shares = (f"{part / choice.times.seconds:.0%}" for part in (parts["compute"], parts.get("host", 0.0), links))
         shown.add_row(
-            "→" if number == 0 else "=" if number < plan.equal else "",
+            "→" if number == 0 else "=" if number < result.equal else "",
             described(choice.layout),
             f"{choice.peak_bytes / GB + request.reserved_gb:.1f}",
             f"{1e3 * choice.times.seconds:,.1f}",
@@ -61,15 +61,15 @@ def table(plan: Plan, rows: int) -> Table:
     return shown
 
 
-def notes(plan: Plan) -> list[str]:
+def notes(result: SearchResult) -> list[str]:
     """Return the lines below the table: the rest, why layouts are excluded, and how far times can be believed."""
-    device, lines = plan.request.device, []
-    if plan.equal > 1:
+    device, lines = result.request.device, []
+    if result.equal > 1:
         lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
-    lines += _stage_lines(plan)
-    reasons = Counter(_kind(x.reason) for x in plan.excluded)
+    lines += _stage_lines(result)
+    reasons = Counter(_kind(x.reason) for x in result.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
-    if plan.request.task == "train" and any(x.layout.sharded for x in plan.choices):
+    if result.request.task == "train" and any(x.layout.sharded for x in result.choices):
         lines.append("not planned: HSDP (replicate above 1), which shards weights over a part of the ranks")
     if not device.is_calibrated:
         lines.append(
@@ -79,17 +79,17 @@ def notes(plan: Plan) -> list[str]:
     return lines
 
 
-def _stage_lines(plan: Plan) -> list[str]:
+def _stage_lines(result: SearchResult) -> list[str]:
     """Return memory and time of the stages of a sample, with the first choice, and what is not in them."""
-    request = plan.request
+    request = result.request
     lines = [f"not counted: {x}" for x in request.pipeline.uncounted] if request.pipeline else []
-    if plan.best is None or not plan.best.stages:
+    if result.best is None or not result.best.stages:
         return lines
-    lines += dict.fromkeys(problem for x in plan.best.stages for problem in x.problems)
-    memory = ", ".join(f"{x.name} {x.peak_bytes / GB + request.reserved_gb:.1f} GB" for x in plan.best.stages)
+    lines += dict.fromkeys(problem for x in result.best.stages for problem in x.problems)
+    memory = ", ".join(f"{x.name} {x.peak_bytes / GB + request.reserved_gb:.1f} GB" for x in result.best.stages)
     lines.append(f"→ memory by stage: {memory} (stages={request.stages})")
     if request.steps is not None:
-        encode, step, decode = (x.seconds / request.batch_size for x in plan.best.stages)
+        encode, step, decode = (x.seconds / request.batch_size for x in result.best.stages)
         total = encode + request.steps * step + decode
         times = f"encode {encode:.3g} s + {request.steps} × {step:.3g} s + decode {decode:.3g} s"
         lines.append(f"→ time of a sample: {times} = {total:.3g} s")
@@ -100,9 +100,9 @@ def _kind(reason: str) -> str:
     return "not enough memory" if reason.startswith("needs ") and " GB of " in reason else reason
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as values for JSON."""
-    request = plan.request
+def as_json(result: SearchResult) -> dict[str, Any]:
+    """Return a result as values for JSON."""
+    request = result.request
     return {
         "model": request.model.name,
         "task": request.task,
@@ -115,21 +115,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "lora_rank": None if request.lora is None else request.lora.rank,
         "device": as_figures(request.device),
         "calibrated": request.device.is_calibrated,
-        "reason": plan.reason,
-        "overrides": None if plan.best is None else request.overrides(plan.best.layout),
-        "equal": plan.equal,
-        "choices": [_choice(x, plan) for x in plan.choices],
+        "reason": result.reason,
+        "overrides": None if result.best is None else request.overrides(result.best.layout),
+        "equal": result.equal,
+        "choices": [_choice(x, result) for x in result.choices],
         "excluded": [
             {"layout": asdict(x.layout), "reason": x.reason, "needs_gb": x.needs_bytes / GB or None}
-            for x in plan.excluded
+            for x in result.excluded
         ],
     }
 
 
-def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
+def _choice(choice: Choice, result: SearchResult) -> dict[str, Any]:
     return {
         "layout": asdict(choice.layout),
-        "overrides": plan.request.overrides(choice.layout),
+        "overrides": result.request.overrides(choice.layout),
         "step_s": choice.times.seconds,
         "sample_s": choice.sample_s,
         "bound": choice.times.bound,
@@ -141,17 +141,17 @@ def _choice(choice: Choice, plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_json(plan: Plan, path: Path) -> None:
+def write_json(result: SearchResult, path: Path) -> None:
     """Write plan.json. Readers see the older file or the whole new one."""
     with atomic_file(path) as scratch:
-        scratch.write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
 
 
-def draw(plan: Plan, path: Path, rows: int) -> None:
+def draw(result: SearchResult, path: Path, rows: int) -> None:
     """Draw memory by category, and time by what bounds it, of the best layouts, as PNG."""
     from matplotlib.figure import Figure
 
-    chosen = plan.choices[:rows]
+    chosen = result.choices[:rows]
     figure = Figure(figsize=(13, 1.6 + 0.4 * len(chosen)), layout="constrained")
     axes: Any = figure.subplots(1, 2, sharey=True)
     bounds = ("compute", "host", *dict.fromkeys(x for choice in chosen for x in choice.times.by_bound))
@@ -169,7 +169,7 @@ def draw(plan: Plan, path: Path, rows: int) -> None:
         axis.legend(fontsize=8, frameon=False)
         axis.grid(alpha=0.3, axis="x")
         axis.set_axisbelow(True)
-    axes[0].axvline(plan.request.available / GB, color="black", linewidth=0.8)
+    axes[0].axvline(result.request.available / GB, color="black", linewidth=0.8)
     axes[0].set_yticks(range(len(chosen)), [described(x.layout) for x in chosen])
     axes[0].invert_yaxis()
     with writing_new(path):

@@ -28,7 +28,7 @@ from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tr
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.engine.graphs import recorder
 from lightning_cp.engine.graphs.model_state import PLAIN, ModelState, compared
-from lightning_cp.engine.graphs.recorder import Recorder, Recording, Timing
+from lightning_cp.engine.graphs.recorder import GraphRecorder, Recording, Timing
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.engine.rules.paths import unwrapped
@@ -85,7 +85,7 @@ class GraphedForward:
     """
 
     def __init__(
-        self, installed: Installed, graphs: Graphs, recorder_of: Callable[[torch.device], Recorder | None]
+        self, installed: Installed, graphs: Graphs, recorder_of: Callable[[torch.device], GraphRecorder | None]
     ) -> None:
         self.installed, self._graphs, self._recorder_of = installed, graphs, recorder_of
         self._name = type(installed.module).__name__
@@ -249,7 +249,7 @@ class GraphedForward:
             self._log(f"the GPU {by_gpu}, so a CUDA graph would save no time, and forwards stay eager")
         return is_limit
 
-    def _capture(self, entry: _Entry, recorder: Recorder, run: Callable[[], Any]) -> bool:
+    def _capture(self, entry: _Entry, recorder: GraphRecorder, run: Callable[[], Any]) -> bool:
         """Capture a forward on all ranks of the context group, or on none of them. Returns: True if it is captured."""
         assert self._state is not None, "made by `_why_eager`"
         problem = "weights move in each forward" if self._state.weights_moved() else ""

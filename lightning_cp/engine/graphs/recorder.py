@@ -37,7 +37,7 @@ class Timing(Protocol):
         """
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records forwards on one device. All recordings of a recorder run one after another, and share memory."""
 
     device: torch.device
@@ -112,6 +112,6 @@ class _CudaTiming:
         return 1e3 * self.host_s / max(elapsed_ms, 1e-3)
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> GraphRecorder | None:
     """Return a new recorder for a device; None if forwards on it cannot be recorded."""
     return CudaGraphs(device) if device.type == "cuda" else None

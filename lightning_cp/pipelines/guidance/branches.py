@@ -74,9 +74,9 @@ class BranchRunner:
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
         self._share_samples(installed, len(main))
-        own_args, own_kwargs = divide_samples(module, args, kwargs, self.ranks.cfg)[self.ranks.cfg_rank]
+        local_args, local_kwargs = divide_samples(module, args, kwargs, self.ranks.cfg)[self.ranks.cfg_rank]
         with cfg_rows(module, self.ranks):
-            return cfg_merge(compute(*own_args, **own_kwargs), self.ranks, like=main)
+            return cfg_merge(compute(*local_args, **local_kwargs), self.ranks, like=main)
 
     def call_in_stages(
         self,

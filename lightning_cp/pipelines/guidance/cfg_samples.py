@@ -59,13 +59,13 @@ def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
         sizes = [n for (n,) in all_gather_ints([count], group=group)]
     else:
         sizes = list(shard_sizes(len(like), ranks.cfg))
-    own_size, splits_lists = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
+    local_size, splits_lists = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
 
     def is_list(x: Any) -> bool:
         return (
             splits_lists
             and isinstance(x, (list, tuple))
-            and len(x) == own_size
+            and len(x) == local_size
             and all(isinstance(y, Tensor) for y in x)
         )
 
@@ -74,9 +74,9 @@ def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
             return type(x)(gather_shards(torch.stack(list(x)), 0, sizes, ranks.cfg_groups.name).unbind())
         if not isinstance(x, Tensor):
             return x
-        if not x.ndim or x.shape[0] != own_size:
+        if not x.ndim or x.shape[0] != local_size:
             raise ShapeError(
-                f"a result of shape {tuple(x.shape)} must have {own_size} samples in dim 0, those of this rank's branch"
+                f"a result of shape {tuple(x.shape)} must have {local_size} samples in dim 0, those of this branch"
             )
         return gather_shards(x, 0, sizes, ranks.cfg_groups.name)
 

@@ -27,8 +27,8 @@ from lightning_cp.undoable import Around, Undo, intercept_calls, intercept_metho
 _HOST = torch.device("cpu")
 
 
-class Stage(IntEnum):
-    """Stages in the order in which they run."""
+class ComponentStage(IntEnum):
+    """Stages of a call in the order in which they run."""
 
     ENCODE = 0
     DENOISE = 1
@@ -36,7 +36,7 @@ class Stage(IntEnum):
 
 
 @dataclass(eq=False)
-class Stages:
+class ComponentStages:
     """The components of one pipeline, moved to the rank's device in the stage that needs them.
 
     A component that is called in another stage is moved to the device too, and stays there until the stage changes.
@@ -58,9 +58,9 @@ class Stages:
     setting: Placement
     device: torch.device
     components: Mapping[str, nn.Module]
-    stages: Mapping[str, Stage]
+    stages: Mapping[str, ComponentStage]
     experts: tuple[str, ...] = ()
-    current: Stage | None = None
+    current: ComponentStage | None = None
     released: list[str] = field(default_factory=list)
     _expert: str | None = None
 
@@ -68,9 +68,9 @@ class Stages:
     def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
         """Run one pipeline call in this context. Raises: PlanError: the call needs a released component."""
         self._check(arguments)
-        self._begin(Stage.ENCODE)
+        self._begin(ComponentStage.ENCODE)
         for name, stage in self.stages.items():
-            if stage is Stage.ENCODE and name not in self.released:  # any of their methods may be called
+            if stage is ComponentStage.ENCODE and name not in self.released:  # any of their methods may be called
                 self._to_device(name)
         try:
             yield
@@ -85,9 +85,10 @@ class Stages:
                 self._offload(name)
             _empty_cache(self.device)
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: ComponentStage) -> None:
         """Enter the stage of the component that is called now. A decode before denoising counts as encoding."""
-        if self.current is None or self.current is stage or (stage is Stage.DECODE and self.current is Stage.ENCODE):
+        is_early = stage is ComponentStage.DECODE and self.current is ComponentStage.ENCODE
+        if self.current is None or self.current is stage or is_early:
             return
         self._begin(stage)
 
@@ -112,7 +113,7 @@ class Stages:
             return values
         return replace(Tensor, lambda x: x.to(self.device), values)
 
-    def _begin(self, stage: Stage) -> None:
+    def _begin(self, stage: ComponentStage) -> None:
         self.current, self._expert = stage, None
         for name in self.components:
             other = self.stages.get(name)
@@ -133,21 +134,21 @@ class Stages:
         """Raise if a released component is needed: a transformer always, an encoder if a text prompt is given."""
         texts = [name for name, value in arguments.items() if "prompt" in name and _is_text(value)]
         for name in self.released:
-            if self.stages[name] is Stage.DENOISE or texts:
-                why = "" if self.stages[name] is Stage.DENOISE else f" for {texts[0]}"
+            if self.stages[name] is ComponentStage.DENOISE or texts:
+                why = "" if self.stages[name] is ComponentStage.DENOISE else f" for {texts[0]}"
                 raise PlanError(
                     f"{self.pipeline}.{name} is needed{why}, but its weights were freed in an earlier call, because "
                     "stages='release' allows a single call: load the pipeline again, or use stages='offload'"
                 )
 
 
-def make_stages(
+def make_component_stages(
     pipe: Any,
     setting: Placement,
     components: Mapping[str, Any],
     transformers: Mapping[str, nn.Module],
     at: torch.device,
-) -> Stages | None:
+) -> ComponentStages | None:
     """Return the stages of a pipeline; None for the setting "together". Args: transformers: by name."""
     if setting == "together":
         return None
@@ -158,28 +159,30 @@ def make_stages(
     order = getattr(pipe, "model_cpu_offload_seq", None)
     stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
     known = {name: stage for name, stage in stages.items() if stage is not None}
-    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, transformers))
+    return ComponentStages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, transformers))
 
 
-def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:
+def _stage_of(
+    name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None
+) -> ComponentStage | None:
     """Return the stage of one component; None if it may be called at any time.
 
     Args: order: the pipeline's `model_cpu_offload_seq` of diffusers, "text_encoder->transformer->vae".
     """
     if name in transformers or is_controlnet(module):
-        return Stage.DENOISE
+        return ComponentStage.DENOISE
     if is_vae(module):
-        return Stage.DECODE
+        return ComponentStage.DECODE
     if order is None:
-        return Stage.ENCODE
+        return ComponentStage.ENCODE
     names = order.split("->")
     if name not in names:
         return None
     before = names[: names.index(name)]
-    return Stage.DECODE if set(before) & transformers.keys() else Stage.ENCODE
+    return ComponentStage.DECODE if set(before) & transformers.keys() else ComponentStage.ENCODE
 
 
-def follow_stages(stages: Stages) -> Iterator[Undo]:
+def watch_component_stages(stages: ComponentStages) -> Iterator[Undo]:
     """Wrap the calls of every component so that they change the stage.
 
     Must be the outermost wrapper: a rank changes the stage also for a call that another rank computes.
@@ -188,17 +191,17 @@ def follow_stages(stages: Stages) -> Iterator[Undo]:
         stage = stages.stages.get(name)
         if stages.setting == "offload":
             yield _restore_device(module)
-        if stage is Stage.DENOISE:
+        if stage is ComponentStage.DENOISE:
             yield intercept_calls(module, _around(stages, name, stage))
         elif is_vae(module):
-            yield intercept_method(module, "decode", _around(stages, name, Stage.DECODE))
+            yield intercept_method(module, "decode", _around(stages, name, ComponentStage.DECODE))
             if hasattr(module, "encode"):
                 yield intercept_method(module, "encode", _around(stages, name, None))
         else:
             yield module.register_forward_pre_hook(_before(stages, name), prepend=True, with_kwargs=True).remove
 
 
-def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
+def _around(stages: ComponentStages, name: str, stage: ComponentStage | None) -> Around:
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stage is not None:
             stages.enter(stage)
@@ -208,7 +211,7 @@ def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
     return around
 
 
-def _before(stages: Stages, name: str) -> Callable[..., Any]:
+def _before(stages: ComponentStages, name: str) -> Callable[..., Any]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return stages.to_device(name, (args, kwargs))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.serving.leader import Leader, take_part
-from lightning_cp.pipelines.serving.messages import Requests
+from lightning_cp.pipelines.serving.messages import Messages
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
@@ -49,7 +49,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
     group = dist.new_group(backend="gloo", timeout=_IDLE) if world > 1 else None
-    requests = Requests(group)
+    requests = Messages(group)
     result: T | None = None
     if world == 1 or dist.get_rank() == 0:
         result = _lead(Leader(pipe, state, requests), state, loop)
@@ -74,7 +74,7 @@ def _lead(leader: Leader, state: ParallelPipeline, loop: Callable[[Leader], T]) 
     return result
 
 
-def _follow(pipe: Any, state: ParallelPipeline, requests: Requests) -> None:
+def _follow(pipe: Any, state: ParallelPipeline, requests: Messages) -> None:
     while (message := requests.receive())["name"] is not None:
         try:
             take_part(pipe, state, message)

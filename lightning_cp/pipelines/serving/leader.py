@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_cp.comm.agree import text_of
 from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.errors import CallCancelledError
-from lightning_cp.pipelines.serving.messages import Requests, from_bytes, to_bytes
+from lightning_cp.pipelines.serving.messages import Messages, from_bytes, to_bytes
 from lightning_cp.pipelines.state import ParallelPipeline
 
 _CALLBACK = "callback_on_step_end"  # the pipelines' name of the argument
@@ -29,7 +29,7 @@ class Leader:
     `cancel` and `time_limit` end a call, on all ranks; the next one works.
     """
 
-    def __init__(self, pipe: Any, state: ParallelPipeline, requests: Requests) -> None:
+    def __init__(self, pipe: Any, state: ParallelPipeline, requests: Messages) -> None:
         self._pipe, self._state, self._requests = pipe, state, requests
         self._turns, self._is_cancelled, self._has_ended = _Turns(), False, False
 

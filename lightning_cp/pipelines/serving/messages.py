@@ -25,7 +25,7 @@ from lightning_cp.nest import dataclass_fields
 _LONGEST_POLL_S = 0.02
 
 
-class Requests:
+class Messages:
     """Messages of rank 0 to all other ranks.
 
     Args: group: gloo group of the world; None: rank 0 is alone.

@@ -15,7 +15,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, PeerMismatchError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune.precompute.run_state import RankError
-from lightning_cp.pipelines.serving.messages import Requests
+from lightning_cp.pipelines.serving.messages import Messages
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -55,16 +55,16 @@ def _requested(rank: int, world: int, folder: str) -> list[str]:
     """What ranks 1 and 2 say about a request, and about a pickle."""
     os.environ["HARM"] = folder
     group: Any = dist.new_group(backend="gloo")
-    requests, said = Requests(group), []
+    messages, said = Messages(group), []
     if rank == 0:
-        requests.send(name="good")
+        messages.send(name="good")
         data = torch.frombuffer(bytearray(pickle.dumps(Harmful())), dtype=torch.uint8)
         for x in (torch.tensor([data.numel()]), data):
             dist.broadcast(x, src=0, group=group)
     else:
-        said.append(str(requests.receive()))
+        said.append(str(messages.receive()))
         with pytest.raises(ValueError):  # noqa: PT011
-            requests.receive()
+            messages.receive()
     del os.environ["HARM"]
     return said
 

@@ -19,8 +19,8 @@ from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import layouts, problem_of
 from lightning_cp.planning.models import INPUTS, MediaSize, PlannedModel, diffusers_model, of_dtype
 from lightning_cp.planning.recording import StepSettings
-from lightning_cp.planning.request import Choice, Plan, Request
-from lightning_cp.planning.search import CLASS, plan, ranked
+from lightning_cp.planning.request import Choice, Request, SearchResult
+from lightning_cp.planning.search import CLASS, ranked, search
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times, time_step
 from tests.models import FIRST, TINY
@@ -78,7 +78,7 @@ def test_sampling_shards_weights_over_the_ranks_of_a_sample() -> None:
 
 def test_dry_runs_are_shared_between_data_and_cfg_ranks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    found = plan(Request(_model(), 4, H100, task="sample", fixed={"ring": 2, "sharded": False}))
+    found = search(Request(_model(), 4, H100, task="sample", fixed={"ring": 2, "sharded": False}))
     assert {(x.layout.data, x.layout.cfg) for x in found.choices} == {(2, 1), (1, 2)}
     assert found.choices[0].peak == found.choices[1].peak
     assert caplog.messages == ["dry run of ring 2"]
@@ -100,14 +100,14 @@ def test_dry_runs_of_all_gpus_of_the_table_are_equal(task: Any) -> None:
 def test_what_does_not_fit_is_excluded_with_its_memory() -> None:
     needed = _peak(Layout(data=2)) / 1e9
     request = Request(_model(), 2, H100, memory_gb=0.99 * needed, reserved_gb=0, fixed={"sharded": False})
-    found = plan(request)
+    found = search(request)
     reasons = {x.layout: x.reason for x in found.excluded}
     assert reasons[Layout(data=2)].startswith("needs ")
     assert found.best is not None
     assert found.best.peak_bytes <= request.available
     assert all(x.needs_bytes > request.available for x in found.excluded if x.needs_bytes)
     alone = replace(request, fixed={"data": 2, "sharded": False})
-    assert [x.layout for x in plan(replace(alone, memory_gb=1.01 * needed)).choices] == [Layout(data=2)]
+    assert [x.layout for x in search(replace(alone, memory_gb=1.01 * needed)).choices] == [Layout(data=2)]
 
 
 @pytest.mark.full
@@ -115,14 +115,14 @@ def test_if_nothing_fits_the_missing_memory_and_a_change_are_named() -> None:
     model = _model(ffn_dim=4096)
     weights = 2 * sum(x.numel() for x in model.build().parameters())
     request = Request(model, 1, H100, memory_gb=3 * weights / 1e9, reserved_gb=0)
-    found = plan(request)
+    found = search(request)
     assert found.best is None
     assert found.reason.startswith("nothing fits: one rank needs ")
     assert "Try lora.rank=16" in found.reason
 
 
 def test_guidance_costs_a_second_forward_unless_ranks_divide_it() -> None:
-    found: Plan = plan(Request(_model(), 2, H100, task="sample", fixed={"sharded": False}))
+    found: SearchResult = search(Request(_model(), 2, H100, task="sample", fixed={"sharded": False}))
     by_layout = {x.layout: x for x in found.choices}
     one, two = by_layout[Layout(data=2)], by_layout[Layout(cfg=2)]
     assert one.times == two.times
@@ -132,7 +132,7 @@ def test_guidance_costs_a_second_forward_unless_ranks_divide_it() -> None:
 
 @pytest.mark.full
 def test_smaller_degrees_leave_out_larger_ones_that_are_slower() -> None:
-    found = plan(Request(_model(), 8, H100))
+    found = search(Request(_model(), 8, H100))
     slow = [x for x in found.excluded if "already slower" in x.reason]
     assert {x.layout.ring * x.layout.ulysses for x in slow} >= {4, 8}
     assert found.best is not None
@@ -157,7 +157,7 @@ def test_the_fastest_layout_is_that_of_an_exhaustive_search(task: Any) -> None:
                 steps[layout] = step.peak_bytes, time_step(step, device).seconds * forwards
         peaks = sorted(peak for peak, _ in steps.values())
         for memory in (0.9 * peaks[0], *(1.02 * peak for peak in peaks[:: max(1, len(peaks) // 12)]), 2 * peaks[-1]):
-            choices = plan(replace(request, memory_gb=memory / 1e9)).choices
+            choices = search(replace(request, memory_gb=memory / 1e9)).choices
             best = min(choices, key=attrgetter("sample_s"), default=None)
             expected = min((seconds for peak, seconds in steps.values() if peak <= memory), default=None)
             if expected is None:

@@ -29,7 +29,7 @@ from lightning_cp.planning.devices import device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import MediaSize, diffusers_model, of_dtype
 from lightning_cp.planning.request import Request
-from lightning_cp.planning.search import plan
+from lightning_cp.planning.search import search
 from lightning_cp.planning.step import Layout
 from tests.models.wan import WAN
 from tests.pipelines import flux, qwen_image, sd3, wan
@@ -103,7 +103,7 @@ def test_weights_stay_on_the_device_as_the_setting_says() -> None:
     pipeline = _pipeline()
     sizes = {x.name: x.weight_bytes(torch.bfloat16) for x in pipeline.components}
     choices = {
-        setting: plan(_request(pipeline, stages=setting)).choices[0] for setting in ("together", "offload", "release")
+        setting: search(_request(pipeline, stages=setting)).choices[0] for setting in ("together", "offload", "release")
     }
     weights = {name: [x.peak["weights"] for x in choice.stages] for name, choice in choices.items()}
     transformer, everything = sizes["transformer_2"], sum(sizes.values()) + sizes["transformer_2"]
@@ -118,9 +118,9 @@ def test_weights_stay_on_the_device_as_the_setting_says() -> None:
 @pytest.mark.full
 def test_what_does_not_fit_names_the_stage() -> None:
     request = _request(_pipeline())
-    needs = {x.name: x.peak_bytes for x in plan(request).choices[0].stages}
+    needs = {x.name: x.peak_bytes for x in search(request).choices[0].stages}
     assert max(needs, key=needs.__getitem__) == "decode"
-    found = plan(replace(request, memory_gb=(needs["decode"] - 1000) / 1e9))
+    found = search(replace(request, memory_gb=(needs["decode"] - 1000) / 1e9))
     assert found.excluded[0].stage == "decode"
     assert "needs 1e-06 GB more than" in found.reason
     assert "GB to decode" in found.reason
@@ -130,7 +130,7 @@ def test_what_does_not_fit_names_the_stage() -> None:
 def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
     with torch.device("meta"):
         reads = Component("reader", "encode", _Reads(), {"x": torch.empty(1, 8, device="meta")})
-    one, two = (plan(_request(x)).choices[0] for x in (_pipeline(), _pipeline(reads)))
+    one, two = (search(_request(x)).choices[0] for x in (_pipeline(), _pipeline(reads)))
     assert [x.peak["weights"] for x in two.stages] == [x.peak["weights"] + 2 * 9000 for x in one.stages]
     (problem,) = two.stages[0].problems
     assert problem.startswith("reader (_Reads) cannot be traced (")

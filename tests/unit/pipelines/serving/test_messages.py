@@ -1,4 +1,4 @@
-"""Requests to other ranks hold plain data only, arrive as they were sent, and run no code."""
+"""Messages to other ranks hold plain data only, arrive as they were sent, and run no code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from PIL import Image
 
 from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines.error_votes import Votes
-from lightning_cp.pipelines.serving.messages import Requests, from_bytes, to_bytes
+from lightning_cp.pipelines.serving.messages import Messages, from_bytes, to_bytes
 
 
 def _arrived(value: Any) -> Any:
@@ -137,7 +137,7 @@ def test_bytes_of_a_stranger_run_no_code(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_lost_rank_is_one_sentence_for_rank_zero_and_for_those_that_wait(text: str) -> None:
     kind = CallFailedError if "peer" in text else RuntimeError
     said = r"the connection to another rank broke .*: it has exited" if "peer" in text else text
-    requests = Requests(mock.Mock(group_name="requests"))
+    requests = Messages(mock.Mock(group_name="requests"))
     with mock.patch("lightning_cp.pipelines.serving.messages.dist.broadcast", side_effect=RuntimeError(text)):
         for exchange in (requests.send, requests.receive):
             with pytest.raises(kind, match=said) as caught:
