@@ -2,10 +2,8 @@
 
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, cfg_split
-from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
-from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
-from lightning_cp.pipelines.results import ClipWithSound
+from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, cfg_split, gather, sampling_ranks, split
+from lightning_cp.pipelines.prompts import ClipWithSound, read_prompts, sample_prompts
 from lightning_cp.pipelines.serving.follow import follow
 from lightning_cp.pipelines.serving.leader import Leader
 from lightning_cp.pipelines.state import parallel_pipeline

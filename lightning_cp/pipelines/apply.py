@@ -15,11 +15,10 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import sample_groups_for
 from lightning_cp.mesh.shares import show_shares
-from lightning_cp.pipelines.components import components_of, planned_transformers
+from lightning_cp.pipelines.components import components_of, planned_transformers, refuse_processor_swaps
 from lightning_cp.pipelines.equal_calls import agreed_settings
 from lightning_cp.pipelines.features import FEATURES, divide_weights
 from lightning_cp.pipelines.guidance.controlnets import controlnets_of
-from lightning_cp.pipelines.guidance.perturbing import refuse_processor_swaps
 from lightning_cp.pipelines.placement.sharding import mark_unusable
 from lightning_cp.pipelines.settings import PipelineSettings, Placement
 from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline

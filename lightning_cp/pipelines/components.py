@@ -1,4 +1,4 @@
-"""Load a pipeline, and find the components that denoise."""
+"""Load a pipeline, find the components that denoise, and refuse pipelines that cannot be parallel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipeline_folder import MODULAR_INDEX, find_pipeline, index_file
 from lightning_cp.pipelines.guidance.controlnets import is_controlnet
 from lightning_cp.pipelines.placement.modular import load_modular
@@ -223,3 +224,34 @@ def experts_of(pipe: Any, transformers: Mapping[str, nn.Module]) -> tuple[str, .
     """Return the names of a pipeline's transformers if each of them computes some of the steps."""
     switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
     return tuple(transformers) if switches else ()
+
+
+def refuse_processor_swaps(pipe: Any) -> None:
+    """Refuse PAG pipelines, because each call replaces our attention processors. Raises: PlanError."""
+    if hasattr(pipe, "set_pag_applied_layers"):
+        name = type(pipe).__name__
+        raise PlanError(
+            f"{name} replaces attention processors in each call (perturbed attention guidance), so attention would be "
+            f"limited to the tokens of one rank: use {name.replace('PAG', '')}, or run it in one process. (In "
+            "pipelines with guiders, the guider PerturbedAttentionGuidance is supported)"
+        )
+
+
+def check_guiders(pipe: Any, ranks: SampleGroups) -> None:
+    """Before a call, refuse guiders with random dropout: ranks would draw different values. Raises: PlanError."""
+    if ranks.sample.context_size == 1:
+        return
+    for name, guider in pipe.components.items():
+        for dropout in _dropouts(guider):
+            if dropout not in (0, 1):
+                raise PlanError(
+                    f"{type(pipe).__name__}.{name}: {type(guider).__name__} has random dropout (dropout={dropout}), "
+                    "for which ranks would draw other numbers than one process: use dropout=1.0, which skips the layers"
+                )
+
+
+def _dropouts(guider: Any) -> list[float]:
+    """Return the dropouts of the `LayerSkipConfig`s of diffusers in any attribute of a guider."""
+    values = vars(guider).values() if hasattr(guider, "prepare_models") else ()
+    configs = [config for value in values if isinstance(value, list) for config in value]
+    return [config.dropout for config in configs if hasattr(config, "skip_attention_scores")]

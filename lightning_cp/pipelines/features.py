@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from lightning_cp.compat.torch_names import default_timeout
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.engine.graphs import GraphedForward, recorder
 from lightning_cp.engine.meta import load_deferred
+from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
 from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.calls import hide_progress
 from lightning_cp.pipelines.components import compile_in_place, experts_of, refuse_cuda_graphs
@@ -19,7 +22,6 @@ from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_al
 from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
 from lightning_cp.pipelines.placement.component_stages import make_component_stages, watch_component_stages
 from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
-from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals
 from lightning_cp.pipelines.wrappers import device_properties, over_branches, synchronized, vote_before
 from lightning_cp.undoable import Undo, intercept_calls
@@ -42,8 +44,24 @@ def _parallelize(state: ParallelPipeline, module: nn.Module, config: ContextPara
     return parallelize(module, config, kernel=kernel, check_peers=check_peers, **others)
 
 
-def _stall_watch(state: ParallelPipeline) -> Iterable[Undo]:
-    return share_watch(state.settings.stall_s, state.ranks)
+def _stall_watch(state: ParallelPipeline) -> Iterator[Undo]:
+    """Watch the calls for collectives that stall. A watch that runs already is used as it is; its `stall_s` holds."""
+    stall_s = state.settings.stall_s
+    if stall_s is None or state.ranks.sample.context_size == 1 or dist.get_backend() == "fake":
+        return
+    watch = current_watch()
+    if watch is not None:
+        watch.users += 1
+    else:
+        watch = watch_stalls(after_s=stall_s, timeout_s=default_timeout().total_seconds())
+    if watch is not None:
+        yield partial(_leave, watch)
+
+
+def _leave(watch: StallWatch) -> None:
+    watch.users -= 1
+    if watch.users == 0 and watch is current_watch():
+        stop_watch()
 
 
 def _compiled(state: ParallelPipeline) -> Iterator[Undo]:

@@ -1,4 +1,4 @@
-"""Sample many prompts over data groups: one group samples each prompt, and results are returned in order."""
+"""Sample many prompts over data groups: one group samples each prompt, and samples are returned in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from PIL import Image
 from lightning_cp.comm.agree import gather_objects, raise_on_all
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.mesh.sample_groups import SampleGroups
-from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_state
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
@@ -224,3 +223,39 @@ def _gather_samples(samples: list[Any], ranks: SampleGroups) -> list[Any]:
     gathered = gather_objects(share, dist.group.WORLD)
     shares = dict(entry for entry in gathered if entry is not None)
     return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]
+
+
+class ClipWithSound(NamedTuple):
+    """A clip with its sound.
+
+    Attributes:
+        frames: the clip, in the form of the pipeline's `output_type`.
+        sound: [channels, n] in [-1, 1].
+        rate_hz: sampling rate of the sound.
+    """
+
+    frames: Any
+    sound: Any
+    rate_hz: int
+
+
+def samples_of(pipe: Any, result: Any, count: int, *, sound: bool = False) -> list[Any]:
+    """Return the entries of the result's first field.
+
+    Args: sound: return `ClipWithSound`s, if the pipeline makes clips with a sound.
+    Raises: ValueError: their number is not `count`.
+    """
+    name, values = ("entries", result[0]) if isinstance(result, tuple) else next(iter(result.items()))
+    samples = list(values)
+    if len(samples) != count:
+        raise ValueError(
+            f"{type(pipe).__name__} returned {len(samples)} {name} for {count} prompts, not one per prompt: use "
+            f"{'per_call=1' if count > 1 else 'another output_type'}, or call the pipeline directly"
+        )
+    vocoder = getattr(pipe, "vocoder", None)
+    sounds = getattr(result, "audio", None)
+    rate_hz = getattr(result, "sampling_rate", None) if vocoder is None else vocoder.config.output_sampling_rate
+    if not sound or rate_hz is None or sounds is None:
+        return samples
+    rate_hz = int(rate_hz)
+    return [ClipWithSound(clip, one, rate_hz) for clip, one in zip(samples, sounds, strict=True)]

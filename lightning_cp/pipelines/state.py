@@ -11,10 +11,10 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import SampleGroups
+from lightning_cp.pipelines.components import check_guiders
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner
-from lightning_cp.pipelines.guidance.perturbing import check_guiders
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
 from lightning_cp.pipelines.placement.component_stages import ComponentStages

@@ -15,7 +15,7 @@ from lightning_cp.app.sampling.media import frames_of, is_sound, keep_arrays, wr
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.errors import MediaError
 from lightning_cp.files import writing
-from lightning_cp.pipelines.results import ClipWithSound
+from lightning_cp.pipelines.prompts import ClipWithSound
 from lightning_cp.sampling.tiles import tile, write_png
 
 _FRAMES = 8

@@ -15,7 +15,7 @@ from lightning_cp.app.sampling.clip_with_sound import write_clip_with_sound
 from lightning_cp.app.settings.formats import check_format
 from lightning_cp.errors import MediaError
 from lightning_cp.files import new_file, writing_new
-from lightning_cp.pipelines.results import ClipWithSound
+from lightning_cp.pipelines.prompts import ClipWithSound
 
 
 def frames_of(sample: Any) -> Tensor:

@@ -1,21 +1,22 @@
-"""Split a batch of concatenated CFG branches over ranks, and gather the results."""
+"""Tools of a sampling loop: the groups of this rank, tokens, and the samples of branches of guidance (CFG)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.shards import gather_shards, shard_range, shard_sizes
+from lightning_cp.comm.shards import gather_shards, gather_uneven, own_shard, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import tree_map
+from lightning_cp.config import check_degree, context_config
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
-from lightning_cp.mesh.sample_groups import SampleGroups
+from lightning_cp.mesh.sample_groups import SampleGroups, sample_groups_for
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.samples import select_samples
 
@@ -118,3 +119,34 @@ def _repeats(main: Any, length: int) -> bool:
     if isinstance(main, Tensor):
         return torch.equal(main[length:], main[:-length])
     return all(torch.equal(a, b) for a, b in zip(main[length:], main[:-length], strict=True))
+
+
+def sampling_ranks(parallel_config: object, *, cfg: int = 1, shares: Sequence[float] | None = None) -> SampleGroups:
+    """Return this rank's groups in a world of data x cfg x ring x ulysses ranks.
+
+    Sizes and indices: `ranks.cfg` and `ranks.cfg_rank` for branches of guidance, `ranks.data_size` and
+    `ranks.data_rank` for samples, `ranks.context.context_size` and `ranks.context.context_rank` for tokens.
+
+    Args:
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
+        cfg: CFG degree: number of groups that compute branches of guidance in parallel.
+        shares: weight of each rank of a context group, for unequal devices; None: equal.
+    Ranks: the whole world. Raises: ValueError: the degrees do not fit the world size.
+    """
+    return sample_groups_for(context_config(parallel_config), check_degree("cfg", cfg, default=1), shares=shares)
+
+
+def split(x: Tensor, dim: int, ranks: SampleGroups) -> Tensor:
+    """Return this rank's shard of a whole tensor along `dim`. Shards may be uneven.
+
+    Gradient: a slice; backward pads with zeros.
+    """
+    return own_shard(x, dim, ranks.context)
+
+
+def gather(x: Tensor, dim: int, ranks: SampleGroups) -> Tensor:
+    """All-gather the shards of `split` into the whole tensor, on every rank.
+
+    Ranks: all of the context group. Gradient: reduce-scatter (sum), the exact adjoint.
+    """
+    return gather_uneven(x, dim, ranks.context)

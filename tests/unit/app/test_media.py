@@ -15,7 +15,7 @@ from lightning_cp.app.sampling.album import Album
 from lightning_cp.app.sampling.media import frames_of, write_sample
 from lightning_cp.app.settings.formats import check_clip_format
 from lightning_cp.errors import MediaError
-from lightning_cp.pipelines.results import ClipWithSound
+from lightning_cp.pipelines.prompts import ClipWithSound
 
 PICTURE = torch.linspace(0, 1, 5 * 7 * 3).view(5, 7, 3)
 CLIP = torch.stack([PICTURE * weight for weight in (0.2, 0.6, 1.0)])

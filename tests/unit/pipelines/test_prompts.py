@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2.pipeline_output import LTX2PipelineOutput
 
-from lightning_cp.pipelines.results import ClipWithSound, samples_of
+from lightning_cp.pipelines.prompts import ClipWithSound, samples_of
 
 PIPE = SimpleNamespace(vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=16000)))
 RESULT = LTX2PipelineOutput(frames=torch.rand(2, 3, 4, 4, 3), audio=torch.rand(2, 2, 50))
