@@ -18,8 +18,7 @@ from lightning_cp.attention.heads import Heads, slice_heads, tokens_first
 from lightning_cp.attention.keys import ChunkMask, Mask, Ring, mask_of
 from lightning_cp.attention.sparse.local import NEEDED
 from lightning_cp.attention.sparse.needed import needed_keys
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import Piece, all_gather_tensors
+from lightning_cp.comm.packet import BUFFERS, Piece, all_gather_tensors
 from lightning_cp.comm.transfer import Pending, exchange_flat, gather_flat
 from lightning_cp.device_profile import device_type
 from lightning_cp.kernels import Grads

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import as_bytes
+from lightning_cp.comm.packet import BUFFERS, as_bytes
 from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.comm.transfer import exchange_flat
+from lightning_cp.mesh.degrees import Shares
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.mesh.shares import Shares
 
 
 @dataclass(frozen=True)

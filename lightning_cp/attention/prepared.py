@@ -11,7 +11,7 @@ from lightning_cp.attention.call import Lengths, Settings, are_known, exchange_l
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.attention.ulysses import Ulysses
-from lightning_cp.comm.to_device import is_capturing
+from lightning_cp.comm.background import is_capturing
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
 
 _KINDS = ("", "key_mask", "query_mask")

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, JointHeads, tokens_first
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import as_bytes
+from lightning_cp.comm.packet import BUFFERS, as_bytes
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.kernels import Grads, PartialAttention
 

@@ -1,8 +1,9 @@
-"""Work next to the current stream: small all-gathers that are read later, and copies on a stream of their own."""
+"""Work for which the host does not wait: small all-gathers that are read later, and copies to or beside the GPU."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -143,3 +144,27 @@ class SideStream:
         """Let the current stream wait for an event of `record`."""
         if event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+
+Device = torch.device | str | None
+
+
+def to_device(x: Tensor, device: Device) -> Tensor:
+    """Copy to a device (None: the tensor's); the host waits only for a copy from a GPU to the host.
+
+    A copy from ordinary memory to a GPU waits until the GPU has finished all earlier work. This one goes through pinned
+    memory, which PyTorch does not reuse before the copy is done.
+    """
+    if x.device.type == "cpu" and device is not None and torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x if device is None else x.to(device)
+
+
+def numbers_on(device: Device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers as a tensor [n] on a device. `torch.tensor(values, device=device)` makes the host wait."""
+    return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+def is_capturing() -> bool:
+    """Return True while a CUDA graph is captured: the host cannot read anything then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, all_gather_packets, pack_tensors, packet_bytes, piece_of, unpack_tensors
+from lightning_cp.comm.packet import all_gather_tensors, layout_of, pack_tensors, packet_bytes, piece_of, unpack_tensors
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
@@ -17,12 +17,10 @@ def sum_operator(x: Tensor, groups: str) -> Tensor:
     mesh_groups = groups_by_name(groups)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    mine, piece = pack_tensors([x]), Piece(tuple(x.shape), x.dtype)
-    packets = all_gather_packets(mine, [mine.numel()] * mesh_groups.context_size, group=mesh_groups.context)
-    accumulation_dtype = torch.promote_types(x.dtype, torch.float32)
-    total = torch.zeros(x.shape, dtype=accumulation_dtype, device=x.device)
-    for buffer in packets:
-        total += unpack_tensors(buffer, [piece])[0]
+    layouts = [layout_of([x])] * mesh_groups.context_size
+    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for (of_rank,) in all_gather_tensors([x], layouts, device=x.device, group=mesh_groups.context):
+        total += of_rank
     return total.to(x.dtype)
 
 
@@ -79,13 +77,9 @@ def halo_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str)
     if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     receives, sends = _overlaps(sizes, reach, mesh_groups)
-    first, start_of_rank = (
-        halo_ranges(sizes, reach)[mesh_groups.context_rank][0],
-        sum(sizes[: mesh_groups.context_rank]),
-    )
-    total = x.narrow(dim, start_of_rank - first, sizes[mesh_groups.context_rank]).clone(
-        memory_format=torch.contiguous_format
-    )
+    rank = mesh_groups.context_rank
+    before = sum(sizes[:rank]) - halo_ranges(sizes, reach)[rank][0]
+    total = x.narrow(dim, before, sizes[rank]).clone(memory_format=torch.contiguous_format)
     for start, halo in _exchange_slices(x, dim, sends, receives, groups=mesh_groups):
         total.narrow(dim, start, halo.shape[dim]).add_(halo)
     return total

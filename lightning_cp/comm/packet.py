@@ -1,4 +1,4 @@
-"""Packets: several tensors in one flat byte buffer, sent in one transfer; all-gathers of packets."""
+"""Packets: several tensors in one flat byte buffer, sent in one transfer; all-gathers of packets; a pool of buffers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.transfer import gather_flat
+from lightning_cp.device_profile import device_type
 
 _ALIGNMENT_BYTES = 16  # a valid start address for every dtype
 
@@ -80,22 +81,6 @@ def _padded(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def all_gather_packets(mine: Tensor, sizes_bytes: Sequence[int], *, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """All-gather a packet from every rank, in rank order.
-
-    Args:
-        mine: uint8 [sizes_bytes[rank]]; may be empty.
-        sizes_bytes: packet size of each rank, in rank order.
-        group: process group; None for one rank.
-    Ranks: all of `group`, with equal `sizes_bytes`.
-    """
-    if group is None:
-        return [mine]
-    received = mine.new_empty(sum(sizes_bytes))
-    gather_flat(mine, received, sizes_bytes, group=group).wait()
-    return list(torch.split(received, list(sizes_bytes)))
-
-
 def all_gather_tensors(
     mine: Sequence[Tensor], layouts: Sequence[Layout], *, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[list[Tensor]]:
@@ -110,5 +95,54 @@ def all_gather_tensors(
     Ranks: all of `group`, with equal `layouts`.
     """
     packet = pack_tensors(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
-    packets = all_gather_packets(packet, [packet_bytes(layout) for layout in layouts], group=group)
+    sizes_bytes = [packet_bytes(layout) for layout in layouts]
+    packets: Sequence[Tensor] = [packet]
+    if group is not None:
+        received = packet.new_empty(sum(sizes_bytes))
+        gather_flat(packet, received, sizes_bytes, group=group).wait()
+        packets = torch.split(received, sizes_bytes)
     return [unpack_tensors(packet, layout) for packet, layout in zip(packets, layouts, strict=True)]
+
+
+_KEPT_BYTES, _KEPT = 64 << 20, 32
+
+
+class Buffers:
+    """Pool of the last 32 send and receive buffers given back, up to 64 MiB in total. Not thread-safe.
+
+    CPU only: large freed blocks go back to the system, which zeroes each page again at the next allocation, at about
+    the cost of the transfer. On CUDA PyTorch's caching allocator already reuses memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self.kept_bytes = 0  # total size of the buffers in the pool
+
+    def take(self, size_bytes: int, like: Tensor) -> Tensor:
+        """Return an uninitialized buffer on `like`'s device, uint8 [size_bytes]."""
+        if device_type(like) != "cpu":
+            return torch.empty(size_bytes, dtype=torch.uint8, device=like.device)
+        for index, buffer in enumerate(self._kept):
+            if buffer.numel() == size_bytes:
+                self.kept_bytes -= size_bytes
+                return self._kept.pop(index)
+        with torch.inference_mode(False):  # it may be reused in training
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+    def give(self, *buffers: Tensor) -> None:
+        """Return buffers to the pool. The caller must not use them, or views of them, afterwards."""
+        for buffer in buffers:
+            size_bytes = buffer.numel()
+            if device_type(buffer) == "cpu" and 0 < size_bytes <= _KEPT_BYTES:
+                self._kept.append(buffer)
+                self.kept_bytes += size_bytes
+                while len(self._kept) > _KEPT or self.kept_bytes > _KEPT_BYTES:
+                    self.kept_bytes -= self._kept.pop(0).numel()
+
+    def forget(self) -> None:
+        """Free all buffers in the pool."""
+        self._kept.clear()
+        self.kept_bytes = 0
+
+
+BUFFERS = Buffers()  # one per process; on CPU attention runs forward and backward in one thread

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import Layout, pack_tensors, packet_bytes, unpack_tensors
+from lightning_cp.comm.packet import BUFFERS, Layout, pack_tensors, packet_bytes, unpack_tensors
 from lightning_cp.comm.transfer import Pending, exchange
 
 LayoutOf = Callable[[int], Layout]

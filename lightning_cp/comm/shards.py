@@ -11,8 +11,8 @@ from lightning_cp.comm.packet import Piece, all_gather_tensors, pack_tensors, pi
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
 from lightning_cp.errors import PeerMismatchError, ShapeError
+from lightning_cp.mesh.degrees import Shares
 from lightning_cp.mesh.groups import MeshGroups, groups_by_name
-from lightning_cp.mesh.shares import Shares
 
 
 def shard_sizes(length: int, ranks: int, shares: Shares | None = None) -> tuple[int, ...]:

@@ -1,25 +1,72 @@
 """Point-to-point exchange and all-gather: the two primitives on which all communication here is built.
 
-Tests count their calls. gloo transfers host memory only, so buffers on other devices are then copied through the host.
+Tests count their calls, and dry runs observe them (`observing`). gloo transfers host memory only, so buffers on other
+devices are then copied through the host.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_cp.comm.observer import OBSERVED, Transfer
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh.groups import cuda_backend_is
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A transfer that starts.
+
+    Attributes:
+        number: number of the transfer in this process, see `Pending.number`.
+        group: its process group.
+        sent, received: (rank within the group, buffer), also of this rank's own part of a collective.
+    """
+
+    number: int
+    group: dist.ProcessGroup
+    sent: tuple[tuple[int, Tensor], ...]
+    received: tuple[tuple[int, Tensor], ...]
+
+
+class TransferObserver(Protocol):
+    """Called in the thread that communicates."""
+
+    def started(self, transfer: Transfer) -> None:
+        """A transfer starts: its buffers are in use until it was waited for."""
+
+    def waited(self, number: int) -> None:
+        """The wait for a transfer is over."""
+
+    def gathered(self, values: list[int], group: dist.ProcessGroup) -> list[list[int]] | None:
+        """Answer instead of the other ranks for `all_gather_ints`; None: ask them."""
+
+
+class _Observed:
+    observer: TransferObserver | None = None
+
+
+OBSERVED = _Observed()
+
+
+@contextmanager
+def observing(observer: TransferObserver) -> Iterator[None]:
+    """Tell `observer` of all transfers of this process in the context."""
+    before, OBSERVED.observer = OBSERVED.observer, observer
+    try:
+        yield
+    finally:
+        OBSERVED.observer = before
+
 
 # Names in a profile, followed by the number of the exchange: it runs from its EXCHANGE mark to its WAIT mark.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"

@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from lightning_cp.compat.versions import incompatible, private_names
@@ -289,3 +290,13 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[Callable[[torch.Tensor
         if allow_real:
             FakeTensorMode.cache_clear()
         logging.disable(before)
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Create a default process group of `ranks` ranks, in which this process is `rank`; destroyed at the end."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.background import SideStream
-from lightning_cp.comm.to_device import to_device
+from lightning_cp.comm.background import SideStream, to_device
 
 _Place = tuple[nn.Module, str]  # a module and the name of its weight
 

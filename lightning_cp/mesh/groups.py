@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.compat.compiler_options import uncompiled
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh.shares import Shares, check_shares
+from lightning_cp.mesh.degrees import Shares, check_shares
 
 T = TypeVar("T")
 _KEPT = 1024  # a model has a few kinds of attention and of token counts for each size of its inputs
@@ -212,19 +212,10 @@ def as_ring(
     shares: Shares | None = None,
 ) -> MeshGroups:
     """Build groups that use `group` both as ring and as context group."""
-    ring = MeshGroups(
-        name=f"{groups.name}:{name}{size}",
-        mesh=groups.mesh,
-        ring=group,
-        ulysses=None,
-        context=group,
-        context_shape=(size, 1),
-        context_rank=rank,
-        data_rank=groups.data_rank,
-        data_size=groups.data_size,
-        shares=shares,
-    )
-    _by_name[ring.name] = ring
+    place: dict[str, Any] = {"ring": group, "ulysses": None, "context": group, "context_rank": rank}
+    name = f"{groups.name}:{name}{size}"
+    ring = replace(groups, name=name, context_shape=(size, 1), shares=shares, kept={}, compared=set(), **place)
+    _by_name[name] = ring
     return ring
 
 

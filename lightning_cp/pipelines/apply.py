@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.errors import PlanError
+from lightning_cp.mesh.degrees import show_shares
 from lightning_cp.mesh.sample_groups import sample_groups_for
-from lightning_cp.mesh.shares import show_shares
 from lightning_cp.pipelines.components import components_of, planned_transformers, refuse_processor_swaps
 from lightning_cp.pipelines.equal_calls import agreed_settings
 from lightning_cp.pipelines.features import FEATURES, divide_weights

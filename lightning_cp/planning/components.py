@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.observer import observing
+from lightning_cp.comm.packet import BUFFERS
+from lightning_cp.comm.transfer import observing
 from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import DeviceProfile, assuming

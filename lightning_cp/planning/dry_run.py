@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.fake_world import fake_world
-from lightning_cp.comm.observer import observing
-from lightning_cp.compat.torch_names import fake_tensors
+from lightning_cp.comm.packet import BUFFERS
+from lightning_cp.comm.transfer import observing
+from lightning_cp.compat.torch_names import fake_tensors, fake_world
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import CPU, DeviceProfile, assuming
 from lightning_cp.engine.apply import parallelize, remove_context_parallel

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.comm.observer import Transfer
+from lightning_cp.comm.transfer import Transfer
 from lightning_cp.compat.dispatch_names import TorchDispatchMode, run_body, schema_of
 from lightning_cp.compat.torch_names import is_fake, tree_iter, without_dispatch_modes
 from lightning_cp.planning.memory import Span, StorageTracker

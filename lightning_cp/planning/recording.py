@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.comm.observer import observing
+from lightning_cp.comm.transfer import observing
 from lightning_cp.compat.torch_names import in_backward, is_fake
 from lightning_cp.device_profile import device_type
 from lightning_cp.mesh.groups import MeshGroups

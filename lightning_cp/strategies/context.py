@@ -25,9 +25,8 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.launch.stall import watch_stalls
-from lightning_cp.mesh.degrees import AUTO, context_shape
+from lightning_cp.mesh.degrees import AUTO, context_shape, show_shares
 from lightning_cp.mesh.groups import MeshGroups, groups_for
-from lightning_cp.mesh.shares import show_shares
 from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
 from lightning_cp.strategies.settings import StrategySettings
 

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
-from lightning_cp.mesh.degrees import check_degrees
-from lightning_cp.mesh.shares import check_shares
+from lightning_cp.mesh.degrees import check_degrees, check_shares
 from lightning_cp.rules import MLP_TILES, STALL_S, OneOf, Rule
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.to_device import Device, numbers_on, to_device
+from lightning_cp.comm.background import Device, numbers_on, to_device
 from lightning_cp.data import RandomStream, keyed_generator
 
 FirstIndex = int | Sequence[int]  # global batch index of a batch's first sample, or of each of its samples

@@ -10,8 +10,8 @@ import torch
 
 from lightning_cp.comm.packet import Piece, all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.mesh.degrees import Shares
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.mesh.shares import Shares
 from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

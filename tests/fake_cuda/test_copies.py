@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.engine.peers import comparison as peers
 from lightning_cp.engine.peers.samples import Sampler, reading_of
 from lightning_cp.families import StoredBatch

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cp.attention import merge as merging
 from lightning_cp.comm import transfer
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.kernels import PartialAttention
 
 WORLD, RANK = 4, 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm import transfer
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 
 
 @contextmanager

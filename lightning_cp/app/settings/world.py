@@ -8,8 +8,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
-from lightning_cp.mesh.degrees import AUTO
-from lightning_cp.mesh.shares import check_shares
+from lightning_cp.mesh.degrees import AUTO, check_shares
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.folder import checkpoint_path
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, tokens_first
 from lightning_cp.attention.sparse.mask import EMPTY, SparseMask
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.comm.transfer import Pending, exchange_flat
 from lightning_cp.kernels import Grads
 

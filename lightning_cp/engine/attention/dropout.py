@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.to_device import is_capturing
+from lightning_cp.comm.background import is_capturing
 from lightning_cp.engine.attention.replay import check_recomputation
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.comm.background import is_capturing
 from lightning_cp.comm.stats import STATS
-from lightning_cp.comm.to_device import is_capturing
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tree_flatten, tree_unflatten

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.agree import gather_objects
-from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
-from lightning_cp.comm.to_device import is_capturing
+from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background, is_capturing
 from lightning_cp.compat.torch_names import (
     get_unwrapped,
     is_functorch_wrapped_tensor,

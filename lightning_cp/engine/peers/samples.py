@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.to_device import to_device
+from lightning_cp.comm.background import to_device
 from lightning_cp.compat.torch_names import no_torch_dispatch
 from lightning_cp.engine.peers.checksum import digest_ints
 from lightning_cp.nest import named_leaves

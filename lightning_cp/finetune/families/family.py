@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import decode_latents, latent_moments
 from lightning_cp.finetune.families.latents import Latents

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_cp.comm.to_device import to_device
+from lightning_cp.comm.background import to_device
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.family import Sample, TextStorage
 

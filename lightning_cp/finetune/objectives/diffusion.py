@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.objectives.objective import Objective

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family, ResolutionShift
 from lightning_cp.finetune.objectives.density import Density, LogitNormal, shifted, unshifted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.objectives.divided_batch import BatchPart, DividedBatch

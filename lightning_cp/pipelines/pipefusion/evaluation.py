@@ -17,9 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.attention.call import Settings
+from lightning_cp.comm.background import numbers_on
 from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.comm.shards import gather_shards, shard_range
-from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.engine.attention.masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
 from lightning_cp.engine.session import Session

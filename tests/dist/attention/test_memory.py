@@ -16,7 +16,7 @@ from lightning_cp import ContextParallelConfig, apply_context_parallel, context_
 from lightning_cp.app.benchmark.peers import diffusers_attention
 from lightning_cp.app.benchmark.trace import Trace, read_trace, record_trace
 from lightning_cp.attention import gathered
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from tests.harness import RankPool
 
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 32

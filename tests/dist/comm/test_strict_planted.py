@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention.heads import JointHeads
 from lightning_cp.comm import halo, ring_exchange, shards
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankFailure, RankPool

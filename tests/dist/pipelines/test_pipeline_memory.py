@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import features as pipeline_features

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.comm.stats import STATS
 from lightning_cp.device_profile import CPU
 from lightning_cp.mesh.groups import groups_for

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.comm.stats import STATS
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.recompute import selective_checkpoint

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.comm import transfer
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 
 
 def _calls(ranks: int, lengths: list[int], **degrees: Any) -> tuple[Counter[str], Counter[str]]:

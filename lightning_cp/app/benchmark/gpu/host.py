@@ -18,7 +18,7 @@ from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResu
 from lightning_cp.app.benchmark.gpu.timing import times_in_turn
 from lightning_cp.app.benchmark.subject import modes, parallel
 from lightning_cp.attention import context_parallel_attention
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 
 _PEER = "diffusers Ulysses"
 # (mode, ranks, pass) -> largest time as a multiple of diffusers' Ulysses in the same pass and run

@@ -16,8 +16,8 @@ from lightning_cp.app.benchmark.gpu.timing import peak_bytes
 from lightning_cp.app.benchmark.subject import modes
 from lightning_cp.attention import context_parallel_attention, gathered
 from lightning_cp.attention.merge import merge
-from lightning_cp.comm.fake_world import fake_world
 from lightning_cp.comm.shards import shard_range, shard_sizes
+from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 

@@ -15,7 +15,7 @@ from lightning_cp.app.benchmark.report import ResultRow, rows_of
 from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.kernels import PartialAttention
 from lightning_cp.launch.machine import free_memory_bytes
 

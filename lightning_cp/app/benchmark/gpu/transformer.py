@@ -17,7 +17,7 @@ from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.timing import times_in_turn
 from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
-from lightning_cp.comm.fake_world import fake_world
+from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.graphs import GraphedForward, recorder_for

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.comm.to_device import to_device
+from lightning_cp.comm.background import to_device
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.family import (
     Components,
