@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
+from lightning_cp.compat.check import TRAINER_SETUP, check_unchanged
 from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, optimizers_to_device
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.auto_degrees import Example

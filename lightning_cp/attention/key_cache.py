@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_cp.attention.sparse import SparseMask
 from lightning_cp.comm.shards import sizes_in
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.compat.torch_names import in_backward
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.errors import ShapeError

@@ -17,7 +17,7 @@ from lightning_cp.attention.prepared import prepare_attention, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.sparse.handles import mask_of_handle
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
-from lightning_cp.compat.compiler_options import keep_order_of_attentions
+from lightning_cp.compat.compiler import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
 from lightning_cp.mesh.groups import groups_by_name

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.plain_pickle import Record, UnknownNameError, read_pickle
-from lightning_cp.compat.dcp_names import (
+from lightning_cp.compat.distributed_names import (
     GET_LAYOUT,
     MEMORY_FORMAT,
     MEMORY_FORMATS,

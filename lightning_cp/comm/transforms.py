@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_cp.comm.stats import STATS
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.compat.torch_names import forward_ad_level, torch_func_is_active
 
 # What the vmap rule of an `autograd.Function` returns: the results, and the batch dim of each.

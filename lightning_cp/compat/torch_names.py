@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ with private_names("torch"):
     from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
     from torch._C import _current_graph_task_id as graph_task_id
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._subclasses.fake_tensor import is_fake
     from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
     from torch.jit._builtins import _find_builtin, _register_builtin
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.dropout import _DropoutNd as DropoutModule
     from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
     from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -51,47 +50,45 @@ with private_names("torch"):
 __all__ = [
     "DispatchKey",
     "DropoutModule",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "TreeSpec",
-    "allow_dynamic",
+    "address_of",
     "aten",
     "autograd_functions",
     "below_autograd",
     "below_autograd_keys",
     "default_timeout",
-    "dynamo_is_imported",
     "fake_store",
     "fake_tensors",
+    "fake_world",
     "forward_ad_level",
     "function_modes",
     "get_unwrapped",
+    "group_among",
     "has_global_hooks",
-    "imported_config",
     "in_backward",
     "in_bad_fork",
-    "is_allowed_in_graph",
     "is_exporting",
     "is_fake",
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
-    "keep_static",
     "lerp_all_",
     "make_wrapper_subclass",
     "module_call_code",
     "no_torch_dispatch",
     "peek_interpreter_stack",
     "process_groups",
+    "run_body",
+    "schema_of",
     "script_as",
     "set_forward_ad",
     "set_timeout",
-    "skip_frames_of",
     "stores_recomputation",
     "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
-    "trace_as_before",
-    "trace_into",
     "tree_flatten",
     "tree_iter",
     "tree_map",
@@ -111,15 +108,6 @@ def aten(name: str) -> Callable[..., Any]:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
 
 
-def skip_frames_of(method: Any) -> None:
-    """Exclude calls of a method, and all calls inside them, from dynamo. It still traces them inside of compiled code.
-
-    (`torch.compiler.disable` would break the graph there.)
-    """
-    skip = _FrameAction.SKIP
-    set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
-
-
 def autograd_functions() -> dict[CodeType, str]:
     """Return the names of all autograd functions, by the code of their forward: `apply` may have no Python frame."""
     kinds: list[Any] = [torch.autograd.Function]
@@ -132,17 +120,6 @@ def autograd_functions() -> dict[CodeType, str]:
 def is_exporting() -> bool:
     """Return True inside of torch.export. (torch 2.11's function is also True in code that torch.compile traces.)"""
     return torch.compiler._is_exporting_flag
-
-
-def allow_dynamic(x: torch.Tensor, dim: int) -> None:
-    """Let torch.compile treat the size of a dim as dynamic, unless the compiled code needs it to be static."""
-    if dynamo_is_imported():
-        torch._dynamo.maybe_mark_dynamic(x, dim)
-
-
-def keep_static(x: torch.Tensor, dim: int) -> None:
-    """Let torch.compile make the size of a dim a constant."""
-    torch._dynamo.mark_static(x, dim)
 
 
 def is_functional(operator: Any) -> bool:
@@ -158,18 +135,6 @@ def in_backward() -> bool:
     return graph_task_id() != -1
 
 
-def dynamo_is_imported() -> bool:
-    """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
-    return "torch._dynamo" in sys.modules
-
-
-def is_allowed_in_graph(kind: type) -> bool:
-    """Return True if `torch._dynamo.allow_in_graph` was called with a class, as diffusers does with LTX and Mochi."""
-    with private_names("torch"):
-        from torch._dynamo.trace_rules import is_callable_allowed
-    return bool(is_callable_allowed(kind))
-
-
 def script_as(stand_in: Any, original: Any) -> None:
     """Let TorchScript compile the original function in the place of a stand-in."""
     operator = _find_builtin(original)  # type: ignore[no-untyped-call]
@@ -177,57 +142,6 @@ def script_as(stand_in: Any, original: Any) -> None:
         stand_in.__prepare_scriptable__ = lambda: original
     else:
         _register_builtin(stand_in, operator)
-
-
-def trace_into(stand_ins: Mapping[Any, Any]) -> None:
-    """Let dynamo trace stand-ins for torch's functions, also in the place of the original, where code holds that.
-
-    Dynamo puts torch's functions into graphs as they are. It looks them up by name when it first traces something.
-
-    Args: stand_ins: by original function.
-    """
-    rules = _rules()
-    for original, stand_in in stand_ins.items() if rules else ():
-        rule = rules.pop(stand_in, None) or rules.get(original)
-        if rule is not None and not hasattr(rule, "before"):
-            rules[original] = _traced_as(getattr(stand_in, "__func__", stand_in), rule)
-
-
-def trace_as_before(originals: Iterable[Any]) -> None:
-    """Undo `trace_into`."""
-    rules = _rules()
-    for original in originals:
-        if hasattr(rules.get(original), "before"):
-            rules[original] = rules[original].before
-
-
-def _rules() -> dict[Any, Any]:
-    """Return how dynamo traces torch's functions; nothing if dynamo is not imported."""
-    if not dynamo_is_imported():
-        return {}
-    with private_names("torch"):
-        from torch._dynamo.trace_rules import get_torch_obj_rule_map
-    rules: dict[Any, Any] = get_torch_obj_rule_map()
-    return rules
-
-
-def _traced_as(stand_in: Any, rule: Any) -> Any:
-    """Return dynamo's rule for a function that is traced as its stand-in. The stand-in's own calls are as before."""
-
-    class Traced(rule):  # type: ignore[misc]
-        before = rule
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            if tx.f_code is stand_in.__code__:
-                return super().call_function(tx, args, kwargs)
-            return type(self).build(tx, stand_in).call_function(tx, args, kwargs)
-
-    return Traced
-
-
-def imported_config(compiler: str) -> ModuleType | None:
-    """Return the options of `compiler` ("dynamo" or "inductor"); None if it is not imported."""
-    return sys.modules.get(f"torch._{compiler}.config")
 
 
 def forward_ad_level() -> int:
@@ -300,3 +214,25 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def run_body(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the function that a custom operator is made of, so that the active dispatch mode sees what it calls."""
+    return operator._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator: its name, arguments and results."""
+    return operator._schema
+
+
+def address_of(storage: Any) -> int:
+    """Return the address of the object behind a storage, also of one without memory."""
+    address: int = storage._cdata
+    return address
+
+
+def group_among(args: Any) -> torch.distributed.ProcessGroup:
+    """Return the process group among the arguments of an operator of torch.distributed."""
+    boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+    return torch.distributed.ProcessGroup.unbox(boxed)

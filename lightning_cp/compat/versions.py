@@ -1,4 +1,4 @@
-"""Tested versions of other packages, and the error for a private name that the installed version does not have."""
+"""Tested versions of other packages, and errors for a package that is missing or lacks a private name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
+from traceback import walk_tb
 
 # Package -> oldest and newest version that the tests were run with. The newest ones are upper bounds in pyproject.toml.
 TESTED = {
@@ -70,10 +72,51 @@ def private_names(package: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
-        if isinstance(error, IncompatibleVersionError):
-            raise
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != package:
-            raise  # another package is missing
-        if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else f"{package}."
+        if isinstance(error, IncompatibleVersionError) or missing == package or missing.split(".")[0] != package:
+            raise  # it, or another package, is not installed
         raise incompatible(package, str(error)) from error
+
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow", "hydra": "hydra-core", "imageio": "imageio[ffmpeg]"}
+_BACKEND = re.compile(r"requires the (\w+) library but it was not found")  # an ImportError of diffusers
+
+
+def install_command(package: str) -> str:
+    """Return the command that installs a package, in a version that we allow. Args: package: its name in imports."""
+    name = _DISTRIBUTIONS.get(package, package)
+    try:
+        listed = metadata.requires("lightning-cp") or []
+    except metadata.PackageNotFoundError:
+        listed = []
+    wanted = (line.partition(";")[0].strip() for line in listed)
+    found = next((line for line in wanted if re.split(r"[\[<>=!~ ]", line)[0] == re.split(r"\[", name)[0]), name)
+    return f"pip install '{found}'"
+
+
+def needs(purpose: str, package: str) -> str:
+    """Return the line for a missing package. Args: purpose: what needs it, as the subject of a sentence."""
+    return f"{purpose} needs the package {package}, which is not installed: {install_command(package)}"
+
+
+def _named(error: BaseException) -> list[str]:
+    """Return the packages that an error is about."""
+    if isinstance(error, ModuleNotFoundError):
+        return [(error.name or "").partition(".")[0]]
+    if isinstance(error, ImportError):
+        return [name.lower() for name in _BACKEND.findall(str(error))]
+    if not isinstance(error, AttributeError) or error.__traceback__ is None:
+        return []
+    *_, (frame, _) = walk_tb(error.__traceback__)  # in a class that diffusers puts in place of a real one
+    return list(getattr(frame.f_locals.get("cls"), "_backends", []))
+
+
+def missing_package(error: BaseException, purpose: str) -> str | None:
+    """Return the line for an error that a missing package caused; None if it has another cause. See `needs`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for package in _named(cause):
+            if package not in ("", "lightning_cp") and find_spec(package) is None:
+                return needs(purpose, package)
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.comm.shards import compare_shares
 from lightning_cp.compat.check import check_private_uses
-from lightning_cp.compat.diffusers_hooks import hooks_of
+from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.attention.diffusers_dispatch import backends_of, kernel_for
 from lightning_cp.engine.installed import Installed, installed_on

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from lightning_cp.compat.torch_names import skip_frames_of
+from lightning_cp.compat.compiler import skip_frames_of
 from lightning_cp.errors import ShapeError
 
 Hook = Callable[..., Any]

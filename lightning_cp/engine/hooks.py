@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_cp.attention.sparse.handles import handle_of, is_block_mask
 from lightning_cp.comm.lost_connections import is_failed_exchange
 from lightning_cp.comm.stats import STATS
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.compat.torch_names import is_exporting
 from lightning_cp.engine.attention.outside_blocks import MissedCalls
 from lightning_cp.engine.attention.replay import Replay

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.compat.compiler_options import allow_graphs_of_lengths
-from lightning_cp.compat.torch_names import dynamo_is_imported, is_allowed_in_graph
+from lightning_cp.compat.compiler import allow_graphs_of_lengths, dynamo_is_imported, is_allowed_in_graph
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.attention_calls import attending_processor
 from lightning_cp.engine.attention.diffusers_dispatch import backends_of

@@ -16,9 +16,8 @@ import lightning_cp.attention.operator
 import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
 from lightning_cp.comm.background import SideStream
-from lightning_cp.compat.compiler_options import compile_blocks_whole
-from lightning_cp.compat.dispatch_names import address_of
-from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
+from lightning_cp.compat.compiler import compile_blocks_whole
+from lightning_cp.compat.torch_names import address_of, is_traceable_wrapper_subclass
 
 _MIN_BYTES = 1 << 20
 _OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
@@ -183,7 +182,7 @@ def selective_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
 
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
-    Blocks may be compiled one by one; see `compiler_options.compile_blocks_whole`.
+    Blocks may be compiled one by one; see `compiler.compile_blocks_whole`.
 
     Returns: result of `function`.
     """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.shards import sizes_in
-from lightning_cp.compat.torch_names import allow_dynamic
+from lightning_cp.compat.compiler import allow_dynamic
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.evaluation import Evaluation
 from lightning_cp.engine.peers.comparison import PeerCheck

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.dtensor_names import compute_local_shape_and_global_offset
+from lightning_cp.compat.distributed_names import compute_local_shape_and_global_offset
 from lightning_cp.finetune.quantize import QuantizedLinear, QuantizedRows
 from lightning_cp.finetune.weight_files import find_weights, local_pipeline
 

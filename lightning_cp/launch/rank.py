@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from lightning_cp.compat.packages import missing_package
+from lightning_cp.compat.versions import missing_package
 from lightning_cp.files import new_file
 from lightning_cp.launch import channel
 from lightning_cp.launch.job import Failure, FailureKind

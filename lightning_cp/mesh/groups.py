@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh.degrees import Shares, check_shares
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.fsdp_names import allow_returned_views
+from lightning_cp.compat.distributed_names import allow_returned_views
 from lightning_cp.engine.apply import Installed
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.pipelines.placement.sharding import gather_ahead, layers_with_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cp.compat.dispatch_names import address_of
+from lightning_cp.compat.torch_names import address_of
 from lightning_cp.planning.step import CATEGORIES
 
 Bytes = dict[str, int]  # by category

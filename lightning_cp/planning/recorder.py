@@ -18,8 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.transfer import Transfer
-from lightning_cp.compat.dispatch_names import TorchDispatchMode, run_body, schema_of
-from lightning_cp.compat.torch_names import is_fake, tree_iter, without_dispatch_modes
+from lightning_cp.compat.torch_names import (
+    TorchDispatchMode,
+    is_fake,
+    run_body,
+    schema_of,
+    tree_iter,
+    without_dispatch_modes,
+)
 from lightning_cp.planning.memory import Span, StorageTracker
 from lightning_cp.planning.step import Compute, Event, Start, Wait
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.compat.fsdp_names import gathered_weights
+from lightning_cp.compat.distributed_names import gathered_weights
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.errors import PeerMismatchError

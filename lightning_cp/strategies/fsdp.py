@@ -21,8 +21,7 @@ from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.store import reraise_as
-from lightning_cp.compat.fabric_names import loading_optimizers_with
-from lightning_cp.compat.fsdp_names import (
+from lightning_cp.compat.distributed_names import (
     accumulate_in_one_dtype,
     allow_returned_views,
     changed_weight,
@@ -30,6 +29,7 @@ from lightning_cp.compat.fsdp_names import (
     renew_fsdp_dtypes,
     reshard_without_grad,
 )
+from lightning_cp.compat.fabric_names import loading_optimizers_with
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.config import check_degree

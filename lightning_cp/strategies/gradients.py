@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.compat.distributed_names import gathered_weights
 from lightning_cp.compat.fabric_names import as_fabric_backward
-from lightning_cp.compat.fsdp_names import gathered_weights
 from lightning_cp.engine.attention.stand_ins import original_of, weight_of
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from lightning_cp.compat.dispatch_names import address_of
+from lightning_cp.compat.torch_names import address_of
 from lightning_cp.engine.recompute import OffloadCheckpoint, _Inputs
 from tests.fake_cuda.test_host_weights import StreamOfMemory, on_streams
 

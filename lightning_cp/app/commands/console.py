@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-from lightning_cp.compat.packages import missing_package
+from lightning_cp.compat.versions import missing_package
 
 COMMANDS = {
     "train": "train a small transformer on digits, or fine-tune a pretrained one",

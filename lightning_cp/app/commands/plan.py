@@ -18,7 +18,7 @@ from lightning_cp.app.planning.settings import request_of
 from lightning_cp.app.runs.command import command
 from lightning_cp.app.runs.sweep import in_sweep
 from lightning_cp.app.terminal import print_error, printable, rich_text
-from lightning_cp.compat.packages import missing_package
+from lightning_cp.compat.versions import missing_package
 
 
 def run(config: DictConfig, folder: Path) -> int:

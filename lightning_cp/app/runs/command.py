@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs.run_folder import refuse
 from lightning_cp.app.settings.known import HYDRA_FLAGS, KnownSettings
-from lightning_cp.compat.packages import missing_package
+from lightning_cp.compat.versions import missing_package
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"  # if it is 1, Hydra raises its errors; otherwise it prints them, with its advice
 _NOT_A_KEY = re.compile(r"Could not override '([^'@]+)'\.(?:\s+No match in the defaults list\.)?\s+To append")

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.utils import get_class, instantiate
 from torch import nn
 
-from lightning_cp.compat.diffusers_hooks import has_hook
+from lightning_cp.compat.diffusers_names import has_hook
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_rows

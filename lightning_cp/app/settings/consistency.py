@@ -13,7 +13,7 @@ from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
 from lightning_cp.app.settings.mixture import check_no_degrees
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 
 _CPU_KERNELS = ("auto", "flash", "math")
 # Fixed properties of the data sets; other values are rejected.

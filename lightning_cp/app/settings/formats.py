@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 from lightning_cp.errors import MediaError
 
 

@@ -17,9 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_cp.attention.sparse.mask import FULL, PARTIAL
 from lightning_cp.attention.sparse.tiles import CUDA_TILE, Tiles
-from lightning_cp.compat.flex_names import flex_backward, flex_forward
-from lightning_cp.compat.torch_names import keep_static
+from lightning_cp.compat.compiler import flex_operators, keep_static
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
+
+flex_forward, flex_backward = flex_operators()
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OPTIONS = {  # those of the public function

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_cp.attention.sparse.mask import MASK, SparseMask
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.errors import ShapeError
 
 _HANDLE = "_lightning_cp_handle"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.shards import gather_shards
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.engine.attention.scope import SCOPE, without_scope
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, ShapeError

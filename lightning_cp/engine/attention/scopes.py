@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.stats import STATS
-from lightning_cp.compat.diffusers_hooks import hooks_of
+from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.engine.attend import AttentionDispatcher
 from lightning_cp.engine.attention.outside_blocks import UnplannedAttention
 from lightning_cp.engine.attention.scope import SCOPE, Scope, ScopedAttention

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lightning_cp.compat.compiler import trace_as_before, trace_into
 from lightning_cp.compat.torch_names import (
     function_modes,
     get_unwrapped,
@@ -32,8 +33,6 @@ from lightning_cp.compat.torch_names import (
     is_functorch_wrapped_tensor,
     is_traceable_wrapper_subclass,
     script_as,
-    trace_as_before,
-    trace_into,
 )
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention.chosen_blocks import CHOOSERS, CHOOSING

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.compat.compiler_options import uncompiled
-from lightning_cp.compat.diffusers_hooks import hooks_of
+from lightning_cp.compat.compiler import uncompiled
+from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.engine.caches.table import Cache, cache_of
 from lightning_cp.engine.caches.watched import DECISIONS, WatchedHook
 from lightning_cp.engine.peers.checksum import digest_ints

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_floats
-from lightning_cp.compat.compiler_options import uncompiled
+from lightning_cp.compat.compiler import uncompiled
 from lightning_cp.engine.caches.table import Cache
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.session import Session

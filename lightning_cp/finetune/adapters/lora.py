@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 from lightning_cp.errors import MediaError
 from lightning_cp.files import check_regular
 from lightning_cp.finetune.media.limits import FRAME_PIXELS

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.comm.agree import text_of
-from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of, register_block_subclass
+from lightning_cp.compat.diffusers_names import has_hook, hooks_of, register_block_subclass
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.caches import CACHES
 from lightning_cp.engine.caches.table import cache_of

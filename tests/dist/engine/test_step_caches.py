@@ -11,7 +11,7 @@ from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import apply_first_block_cache
 
 from lightning_cp import apply_context_parallel, remove_context_parallel
-from lightning_cp.compat.diffusers_hooks import hooks_of
+from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.pipelines import cfg_merge, cfg_rows, cfg_split, sampling_ranks
 from tests.dist.compare import of_first_rank

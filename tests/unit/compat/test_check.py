@@ -10,12 +10,20 @@ import pytest
 import torch
 from diffusers.models import attention_dispatch
 from lightning.pytorch.strategies import ddp as trainer_ddp
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.compat import check
-from lightning_cp.compat.check import check_private_uses, check_uses, owner_of
-from lightning_cp.compat.table import TABLE, PrivateUse
+from lightning_cp.compat.check import (
+    TABLE,
+    TRAINER_SETUP,
+    PrivateUse,
+    check_private_uses,
+    check_unchanged,
+    check_uses,
+    owner_of,
+)
 from lightning_cp.compat.versions import TESTED, IncompatibleVersionError, private_names
 from lightning_cp.pytorch import ContextParallelStrategy
 from tests.unit.compat.private_uses import is_private, sources
@@ -38,7 +46,7 @@ def test_every_private_attribute_of_other_objects_is_in_the_table() -> None:
     known = {use.name for use in TABLE} | _OF_PYTHON
     read = {(name, path) for path, tree in sources() for name in _accessed(tree) if name not in ours}
     unknown = sorted(f"{path}: {name}" for name, path in read if name not in known)
-    assert not unknown, "add these to lightning_cp/compat/table.py:\n" + "\n".join(unknown)
+    assert not unknown, "add these to lightning_cp/compat/check.py:\n" + "\n".join(unknown)
 
 
 def test_every_overridden_private_method_is_in_the_table() -> None:
@@ -101,6 +109,12 @@ def test_an_import_error_names_versions_and_what_to_do() -> None:
 def test_a_package_that_is_not_installed_stays_a_plain_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_package"), private_names("torch"):
         import no_such_package  # noqa: F401
+
+
+def test_the_original_of_the_trainers_setup_is_the_tested_one() -> None:
+    check_unchanged(ModelParallelStrategy.setup, TRAINER_SETUP)
+    with pytest.raises(IncompatibleVersionError, match=r"ModelParallelStrategy\.teardown has changed; .* has a copy"):
+        check_unchanged(ModelParallelStrategy.teardown, TRAINER_SETUP)
 
 
 _OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_Unpickler", "_target_"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored

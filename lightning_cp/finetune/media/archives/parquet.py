@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from lightning_cp.compat.packages import needs
+from lightning_cp.compat.versions import needs
 from lightning_cp.errors import DataError
 from lightning_cp.files import open_regular
 from lightning_cp.finetune.media.source import is_image, is_video

@@ -11,8 +11,8 @@ from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
 
-import lightning_cp.compat.diffusers_hooks as ours
-from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of
+import lightning_cp.compat.diffusers_names as ours
+from lightning_cp.compat.diffusers_names import has_hook, hooks_of
 from lightning_cp.compat.versions import IncompatibleVersionError
 
 
