@@ -182,25 +182,8 @@ class EMACallback(AveragingCallback):
         """Restore the training weights."""
         self._swapped.close()
 
-    @override
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap the averages into the module."""
-        self.on_validation_epoch_start(trainer, pl_module)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the training weights."""
-        self._swapped.close()
-
-    @override
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap the averages into the module."""
-        self.on_validation_epoch_start(trainer, pl_module)
-
-    @override
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the training weights."""
-        self._swapped.close()
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,8 +1,9 @@
-"""Draw sample pictures while Lightning's Trainer trains."""
+"""Draw sample pictures, and log measurements of each step, while Lightning's Trainer trains."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.callbacks.ema import AveragingCallback, EMACallback
+from lightning_cp.callbacks.ema import AveragingCallback
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
-from lightning_cp.training.loggers import log_picture
+from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.modes import evaluating
-from lightning_cp.training.ranks import DataShard, TrainerRanks
-
-__all__ = ["EMACallback", "SamplingCallback"]
+from lightning_cp.training.ranks import DataShard, TrainerRanks, log_picture, peak_memory_bytes
 
 Sample = Callable[[Any, torch.Generator], Tensor]
 
@@ -142,3 +142,48 @@ def _check_shapes(samples: object) -> None:
             f"sample(...) returned {shapes_by_rank}: it must return pictures [n, c, h, w] or clips [n, c, f, h, w] "
             "with c = 1, 3 or 4, and the same shape on every rank"
         )
+
+
+class StepMetrics(Callback):
+    """Log the measurements that `lightning-cp train` writes to metrics.csv, to the loggers of the Trainer.
+
+    "grad_norm" is the norm of the gradient before clipping, also of sharded gradients; "step_time_s" the time since the
+    end of the last step; "peak_memory_gib" the peak memory of rank 0. A step is an optimizer step: with
+    `accumulate_grad_batches` above 1 it has several batches of the loader.
+
+    Args: tokens: tokens of a step, of all ranks and accumulated batches, to log "tokens_per_s"; None: not logged.
+    Raises: ValueError: `tokens` is not positive.
+    """
+
+    def __init__(self, tokens: float | None = None) -> None:
+        if tokens is not None and not tokens > 0:
+            raise ValueError(f"tokens={tokens!r} must be None or more than 0: the tokens of a step")
+        self._tokens = tokens
+        self._ended, self._steps, self._batches = time.perf_counter(), 0, 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_step(trainer)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Log the norm of the gradient. Ranks: all, because shards are reduced."""
+        gradients = [x.grad for x in pl_module.parameters() if x.grad is not None]
+        pl_module.log("grad_norm", full_tensor(nn.utils.get_total_norm(gradients)))
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._batches += 1
+        if trainer.global_step == self._steps:
+            return  # its gradient is accumulated
+        seconds = time.perf_counter() - self._ended
+        values = {"step_time_s": seconds, "peak_memory_gib": peak_memory_bytes(trainer.strategy.root_device) / 2**30}
+        if self._tokens is not None:
+            # The last step of an epoch may have fewer batches.
+            fraction = min(1.0, self._batches / trainer.accumulate_grad_batches)
+            values["tokens_per_s"] = self._tokens * fraction / seconds
+        pl_module.log_dict(values)
+        self._start_step(trainer)
+
+    def _start_step(self, trainer: Trainer) -> None:
+        self._ended, self._steps, self._batches = time.perf_counter(), trainer.global_step, 0

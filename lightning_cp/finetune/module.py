@@ -34,7 +34,7 @@ from lightning_cp.finetune.objectives import (
 from lightning_cp.finetune.objectives.divided_batch import DividedBatch
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
-from lightning_cp.training.cudnn_attention import without_cudnn_attention
+from lightning_cp.training.modes import without_cudnn_attention
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
 LORA = "lora"  # folder of an adapter

@@ -80,13 +80,9 @@ def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) 
     names, flags = [], []
     for name, tensors in named:
         names.append(name)
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-        flags_of_module = [(~torch.isfinite(x.detach())).any().to(ranks.device) for x in local]
-        flags.append(
-            torch.stack(flags_of_module).any()
-            if flags_of_module
-            else torch.zeros((), dtype=torch.bool, device=ranks.device)
-        )
+        local = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+        none = torch.zeros((), dtype=torch.bool, device=ranks.device)
+        flags.append(torch.stack([none, *((~torch.isfinite(x.detach())).any().to(ranks.device) for x in local)]).any())
     if not flags:
         return []
     fractions = ranks.all_reduce(torch.stack(flags).double(), reduce_op="mean").tolist()
@@ -100,11 +96,9 @@ def find_ranks(loss: Tensor, ranks: Ranks) -> str:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
-    flags[ranks.global_rank] = (~torch.isfinite(loss.detach())).double().squeeze()
-    fractions = ranks.all_reduce(flags, reduce_op="mean").tolist()
-    failed = ", ".join(str(rank) for rank, fraction in enumerate(fractions) if fraction > 0)
-    return f" on rank {failed}" if failed else ""
+    losses = [(str(rank), [loss] if rank == ranks.global_rank else []) for rank in range(dist.get_world_size())]
+    failed = find_nonfinite(losses, ranks)
+    return f" on rank {', '.join(failed)}" if failed else ""
 
 
 def shorten(names: list[str]) -> str:

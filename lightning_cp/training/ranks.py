@@ -1,16 +1,21 @@
-"""Define the collectives and rank data that a run needs, for Fabric and for the Trainer."""
+"""What a run needs of Fabric or the Trainer: collectives and data of its ranks, loggers of pictures, peak memory."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer  # seconds to import, and Fabric does not need it
+
 
 T = TypeVar("T")
 
@@ -106,3 +111,24 @@ class DataShard:
     def of(cls, strategy: object) -> DataShard:
         """Read the shard from a strategy; a strategy without data ranks gets all the data."""
         return cls(rank=int(getattr(strategy, "data_rank", 0)), size=int(getattr(strategy, "data_size", 1)))
+
+
+def log_picture(logger: Any, name: str, picture: NDArray[np.uint8], step: int) -> None:
+    """Log a picture with a TensorBoard or W&B logger; other loggers, such as CSVLogger, take none.
+
+    Args:
+        logger: logger of lightning.pytorch or lightning.fabric.
+        picture: [height, width, channels].
+    """
+    if hasattr(logger, "log_image"):
+        logger.log_image(name, [picture], step)
+    elif hasattr(logger.experiment, "add_image"):
+        logger.experiment.add_image(name, picture, step, dataformats="HWC")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process so far: on a GPU its allocated memory, on the CPU its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

@@ -16,7 +16,7 @@ from lightning_cp.errors import KernelError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 from lightning_cp.kernels.choice import KERNELS
 from lightning_cp.kernels.protocol import Kernel
-from lightning_cp.training.cudnn_attention import without_cudnn_attention
+from lightning_cp.training.modes import without_cudnn_attention
 from tests.reference import softmax_attention
 
 pytestmark = [

@@ -14,7 +14,7 @@ from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.fabric import ContextParallelFSDPStrategy
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.quantize import FORMATS, QuantizedLinear, pack, quantize_base, unpack
-from lightning_cp.training.cudnn_attention import without_cudnn_attention
+from lightning_cp.training.modes import without_cudnn_attention
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.dist.finetune.test_quantized_base import adapted
 from tests.dist.lightning_ranks import present_rank, whole

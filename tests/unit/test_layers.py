@@ -65,7 +65,7 @@ LAYERS = (
 MAX_LINES = {
     "app": 13440,
     "attention": 4230,
-    "callbacks": 440,
+    "callbacks": 410,
     "checkpoint": 1600,
     "comm": 1360,
     "compat": 1240,
@@ -81,7 +81,7 @@ MAX_LINES = {
     "root": 1740,
     "sampling": 210,
     "strategies": 3260,
-    "training": 540,
+    "training": 520,
     "vae": 1240,
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -27,9 +27,8 @@ from lightning_cp.finetune.media.images import open_image
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.finetune.prompts.prompt_list import sample_prompts_of
 from lightning_cp.sampling.draw import gather_samples
-from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
-from lightning_cp.training.ranks import TrainerRanks
+from lightning_cp.training.ranks import TrainerRanks, log_picture
 
 
 class PromptPictures:

@@ -19,7 +19,7 @@ from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
-from lightning_cp.training.memory import peak_memory_bytes
+from lightning_cp.training.ranks import peak_memory_bytes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.callbacks.sampling import EMACallback, SamplingCallback
+from lightning_cp.callbacks import EMACallback, SamplingCallback
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
