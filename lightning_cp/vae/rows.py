@@ -1,4 +1,4 @@
-"""Convolution, padding, norms and attention of a VAE on an image that is sharded by rows."""
+"""Functions of a VAE on an image that is sharded by rows: those that need other rows, and those that do not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
-from lightning_cp.comm.shards import gather_uneven, sizes_in
+from lightning_cp.comm.shards import gather_shards, gather_uneven, sizes_in
+from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.mesh.groups import MeshGroups
-from lightning_cp.vae.all_rows import attend_all_rows, group_norm_of_all_rows
-from lightning_cp.vae.row_dims import RowDim, check_row_local, row_dim_of, row_dim_of_result, set_row_dim
+from lightning_cp.nest import tensors
 
 
 class RowShardedOps(TorchFunctionMode):
@@ -38,36 +38,12 @@ class RowShardedOps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _REPLACED:
-            rows: RowDim | tuple[RowDim, ...] | None = self._checked(func, *(args or kwargs.values()))
-            result = _REPLACED[func](self, func, *args, **kwargs)
-        else:
-            name = check_row_local(func, args, kwargs)
-            result = func(*args, **kwargs)
-            rows = row_dim_of_result(name, func, args, kwargs, result)
-            if name in _KEEP_HALO:
-                _keep_halo(args, result)
-        for x, one in [(result, rows)] if isinstance(rows, RowDim) else zip(result, rows) if rows else ():
-            set_row_dim(x, one)
+            return _REPLACED[func](self, func, *args, **kwargs)
+        name = check_row_local(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if name in _KEEP_HALO:
+            _keep_halo(args, result)
         return result
-
-    def _checked(self, func: Callable[..., Any], x: Tensor, *_: Any) -> RowDim:
-        """Return where the first argument of a replaced function has rows.
-
-        Raises: NotImplementedError: not in the dim in which the replacement expects them.
-        """
-        rows = row_dim_of(x)
-        if func is F.group_norm:
-            expected = rows is not None and rows.dim >= 2
-        elif _REPLACED.get(func) is _attend:
-            expected = rows is not None and rows.dim == x.ndim - 2
-        else:
-            expected = rows == RowDim(x.ndim + self.dim)
-        if rows is None or not expected:
-            raise NotImplementedError(
-                f"{func.__name__} of a tensor with other dims than [..., height, width] cannot be split by rows: use "
-                "vae.enable_tiling(), or leave this VAE alone (vae=False)"
-            )
-        return rows
 
     @property
     def at_end(self) -> tuple[bool, bool]:
@@ -110,15 +86,9 @@ def by_rows(
     sizes = [size * step for size in steps_by_rank]
     sizes[-1] += rest
     rank = groups.context_rank
-    x_local = x.narrow(dim, sum(sizes[:rank]), sizes[rank])
-    set_row_dim(x_local, RowDim(x.ndim + dim))
     with RowShardedOps(groups, dim):
-        out = forward(x_local, *args[1:], **kwargs)
+        out = forward(x.narrow(dim, sum(sizes[:rank]), sizes[rank]), *args[1:], **kwargs)
     mine = out if isinstance(out, Tensor) else out[0]
-    if row_dim_of(mine) != RowDim(mine.ndim + dim):
-        raise NotImplementedError(
-            "the result of this VAE has its rows in another dim than its input: use vae.enable_tiling()"
-        )
     whole = gather_uneven(mine.contiguous(), dim, groups)
     return whole if isinstance(out, Tensor) else (whole, *out[1:])
 
@@ -228,18 +198,6 @@ def _interpolate(
     return function(input, size, scale_factor, mode, *args, **kwargs)
 
 
-def _group_norm(
-    rows: RowShardedOps,
-    function: Callable[..., Tensor],
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return group_norm_of_all_rows(input, num_groups, weight, bias, eps=eps, groups=rows.groups)
-
-
 def _attend(
     rows: RowShardedOps,
     function: Callable[..., Tensor],
@@ -250,7 +208,81 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    return attend_all_rows(function, (query, key, value), attn_mask, (args, kwargs), groups=rows.groups)
+    """Compute attention of this rank's queries over the keys of all ranks, all-gathered in rank order.
+
+    The order of the keys differs from one process, which does not change attention.
+
+    Args:
+        query, key, value: this rank's, [..., positions, head_dim].
+        attn_mask: None, or an additive frame mask [..., positions, positions]: 0 if the key's frame is not after the
+            query's frame. Positions are ordered by frame.
+    Raises: NotImplementedError: any other mask, `is_causal`, or cross-attention.
+    """
+    groups = rows.groups
+    assert groups.context is not None, "only several ranks gather keys"
+    if kwargs.get("is_causal") or any(args[1:2]) or query.shape[-2] != key.shape[-2]:
+        raise NotImplementedError(
+            "causal attention and cross-attention of a VAE cannot be split by rows: use vae.enable_tiling()"
+        )
+    lengths = [n for (n,) in all_gather_ints([key.shape[-2]], group=groups.context)]
+    if attn_mask is not None:
+        attn_mask = _mask_of_frames(attn_mask, lengths)
+    dim = key.ndim - 2
+    keys, values = (gather_shards(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
+    return function(query, keys, values, attn_mask, *args, **kwargs)
+
+
+def _mask_of_frames(mask: Tensor, lengths: list[int]) -> Tensor:
+    """Extend a local frame mask to the positions of all ranks: [..., local, local] -> [..., local, all]."""
+    first = mask[(0,) * (mask.ndim - 1)]  # the first query attends to its own frame only
+    frame_length = int((first == 0).sum())
+    assert frame_length, "the first position attends to no position"
+    assert len(first) % frame_length == 0, (
+        f"a mask over {len(first)} positions is not a mask of frames with {frame_length} positions"
+    )
+    frames = len(first) // frame_length
+    by_frame = mask[..., ::frame_length, ::frame_length]
+    for_queries = by_frame.repeat_interleave(frame_length, -2)
+    if not torch.equal(for_queries.repeat_interleave(frame_length, -1), mask):
+        raise NotImplementedError(
+            "a VAE's attention mask can be split by rows only if it masks whole frames: use vae.enable_tiling()"
+        )
+    return torch.cat([for_queries.repeat_interleave(length // frames, -1) for length in lengths], -1)
+
+
+def _group_norm(
+    rows: RowShardedOps,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Apply `F.group_norm` to this rank's positions, with mean and variance over the positions of all ranks.
+
+    mean = sum n_r mean_r / n;  var = sum n_r (var_r + (mean_r - mean)^2) / n, in float64
+
+    Args:
+        input: [b, c, ...]; the number of positions may differ between ranks.
+        weight, bias: [c].
+    Communication: all-gather of 3 numbers per sample and channel group.
+    Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm, 1979.
+    """
+    x, (batch, channels) = input, input.shape[:2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    var, mean = torch.var_mean(x.reshape(batch, num_groups, -1).to(wide), dim=-1, correction=0)
+    count = torch.full_like(mean, x[0, 0].numel() * (channels // num_groups), dtype=torch.float64)
+    moments = torch.stack([count, mean.double(), var.double()])[None]
+    counts, means, variances = gather_shards(moments, 0, [1] * rows.groups.context_size, rows.groups.name).unbind(1)
+    fraction = counts / counts.sum(0)
+    mean = (fraction * means).sum(0)
+    var = (fraction * (variances + (means - mean).square())).sum(0)
+    # Batch norm with one channel per (sample, channel): one pass over x, and no copy of x in a wider dtype.
+    mean, var = (s.repeat_interleave(channels // num_groups, 1).flatten().to(wide) for s in (mean, var))
+    scale, shift = (None if w is None else w.to(wide).repeat(batch) for w in (weight, bias))
+    flat = x.reshape(1, batch * channels, -1)
+    return F.batch_norm(flat, mean, var, scale, shift, training=False, eps=eps).reshape(x.shape)
 
 
 def _each(value: int | Sequence[int], dims: int) -> list[int]:
@@ -267,3 +299,56 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.group_norm: _group_norm,
     original_of(F.scaled_dot_product_attention): _attend,
 }
+
+
+# By name, without underscores at its ends: `mul` is also `mul_` and `__mul__`. All supported VAEs were run with these.
+_ELEMENTWISE = """
+    add radd iadd sub rsub isub mul rmul imul div rdiv idiv truediv rtruediv itruediv true_divide neg pow rpow ipow abs
+    exp log sqrt rsqrt reciprocal square sigmoid tanh sin cos clamp clip maximum minimum where lerp addcmul addcdiv
+    round     eq ne lt le gt ge logical_not logical_and logical_or isnan isfinite isinf nan_to_num masked_fill
+    relu relu6 silu gelu mish elu selu leaky_relu hardtanh hardswish hardsigmoid softplus logsigmoid dropout
+"""
+_CHANNELS_OR_FRAMES = "linear layer_norm rms_norm normalize mean"  # with the arguments that `check_row_local` allows
+_LAYOUT = """
+    getitem setitem cat concat concatenate stack chunk split tensor_split unbind narrow select flatten unflatten reshape
+    view view_as reshape_as permute transpose swapaxes swapdims movedim moveaxis squeeze unsqueeze expand expand_as
+    repeat repeat_interleave contiguous clone detach copy fill zero alias t
+"""
+_TYPE_AND_DEVICE = """
+    to type type_as float double half bfloat16 int long bool cpu cuda pin_memory is_pinned record_stream data_ptr
+    requires_grad size dim ndimension numel nelement stride storage_offset element_size len bool item get set delete
+    is_contiguous is_floating_point is_complex is_nonzero is_same_size get_device untyped_storage has_names hash
+    has_compatible_shallow_copy_type parse_to is_tensor is_quantized is_conj is_neg is_inference repr format dir
+"""
+_NEW = """
+    zeros ones empty full arange linspace tensor as_tensor zeros_like ones_like empty_like full_like new_zeros new_ones
+    new_empty new_full new_tensor meshgrid finfo
+"""
+ROW_LOCAL = frozenset(" ".join((_ELEMENTWISE, _CHANNELS_OR_FRAMES, _LAYOUT, _TYPE_AND_DEVICE, _NEW)).split())
+
+
+def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Check that a torch function may run on one rank's rows. VAEs call none of these along the rows.
+
+    A function without a tensor among its arguments may run, unless it draws random numbers. `mean` must reduce
+    one dim, and `layer_norm` and `rms_norm` the last one: VAEs reduce channels or frames with them.
+
+    Args: function, args, kwargs: as in `__torch_function__`.
+    Returns: its name, without underscores at its ends.
+    Raises: NotImplementedError: it may need the rows of other ranks.
+    """
+    name = getattr(function, "__name__", str(function))
+    plain = name.strip("_")
+    has_tensor = next(tensors((*args, *kwargs.values())), None) is not None
+    if plain in ROW_LOCAL or not (has_tensor or plain.startswith(("rand", "normal"))):
+        second = args[1] if len(args) > 1 else None
+        if plain == "mean" and not isinstance(kwargs.get("dim", second), int):
+            name = f"{name} over {kwargs.get('dim', second) or 'all dims'}"
+        elif plain in ("layer_norm", "rms_norm") and len(kwargs.get("normalized_shape", second) or ()) != 1:
+            name = f"{name} over several dims"
+        else:
+            return plain
+    raise NotImplementedError(
+        f"{name} is not known to give the same result on one rank's rows of a VAE's image as on the whole image: use "
+        "vae.enable_tiling(), or leave this VAE alone (vae=False)"
+    )

@@ -82,7 +82,7 @@ MAX_LINES = {
     "sampling": 210,
     "strategies": 3260,
     "training": 520,
-    "vae": 1240,
+    "vae": 960,
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -137,7 +137,7 @@ def _defined(tree: ast.Module, *, methods_of_super: bool = True) -> Iterator[str
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and methods_of_super:
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "made", "marked", "padded"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "made", "padded"):
                 yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
