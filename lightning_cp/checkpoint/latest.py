@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lightning_cp.checkpoint.folder_lock import remove_abandoned
+from lightning_cp.checkpoint.folder import remove_abandoned
 from lightning_cp.checkpoint.manifest import PARTIAL, CheckpointError, Manifest, parse_manifest, verify_files
 
 _log = logging.getLogger(__name__)
@@ -77,17 +77,16 @@ def remove_partials(root: Path) -> None:
 
 def _search(root: Path, accept: Callable[[Path], bool]) -> Path | None:
     listed = _listed(root)
-    folders = [(folder, [path for path in paths if os.path.isdir(path)]) for folder, paths in listed]
-    candidates = [path for folder, steps in folders if steps and accept(folder.parent) for path in steps]
-    newest_first = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
-    for _, _, path, manifest, fingerprint in newest_first:
+    accepted = {run for run in {path.parents[1] for path in listed} if accept(run)}
+    candidates = [_read(path, changed) for path, changed in listed.items() if path.parents[1] in accepted]
+    for _, _, path, manifest in sorted(candidates, key=lambda one: one[:3], reverse=True):
         if isinstance(manifest, Manifest):
             try:
                 verify_files(path, manifest)
                 return path
             except CheckpointError as error:
                 manifest = error
-        if _fingerprint(path) != fingerprint:
+        if _listed(root) != listed:
             raise _ChangedError
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             _log.warning("skipped the newer checkpoint %s: %s", path, manifest)
@@ -96,31 +95,27 @@ def _search(root: Path, accept: Callable[[Path], bool]) -> Path | None:
     return None
 
 
-def _listed(root: Path) -> list[tuple[Path, list[Path]]]:
-    """List the folders of checkpoints, each with what looks like a checkpoint in it."""
-    folders = ((folder, _children(folder)) for folder in _checkpoint_folders(root))
-    return [(folder, [path for path in paths if path.name.startswith("step_")]) for folder, paths in folders]
+def _listed(root: Path) -> dict[Path, tuple[int, int]]:
+    """List what looks like a checkpoint, with numbers that change when another one takes its place."""
+    names = (path for folder in _checkpoint_folders(root) for path in _children(folder))
+    folders = (path for path in names if path.name.startswith("step_") and os.path.isdir(path))
+    return {path: _fingerprint(path) for path in folders}
 
 
-def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
-    """Return (time of saving, or of the last change if unreadable; step; path; manifest or error; fingerprint)."""
-    fingerprint = _fingerprint(path)
+def _read(path: Path, changed: tuple[int, int]) -> tuple[float, int, Path, Manifest | CheckpointError]:
+    """Return time of saving, or of the last change if it is unreadable; step; path; manifest or error."""
     try:
         manifest = parse_manifest(path)
     except CheckpointError as error:
-        if _fingerprint(path) != fingerprint:
-            raise _ChangedError from error
-        return fingerprint[1] / 1e9, -1, path, error, fingerprint
-    return manifest.saved_at_s, manifest.step, path, manifest, fingerprint
+        return changed[1] / 1e9, -1, path, error
+    return manifest.saved_at_s, manifest.step, path, manifest
 
 
 def _fingerprint(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
-    except PermissionError:
+    except OSError:  # it was removed, or may not be read
         return (0, 0)
-    except OSError as error:
-        raise _ChangedError from error
     return status.st_ino, status.st_mtime_ns
 
 

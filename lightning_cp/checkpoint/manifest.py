@@ -1,23 +1,24 @@
 """Read and verify the manifest of a checkpoint. Imports no torch, so that a bad path fails at once.
 
 A checkpoint is a folder `step_<n>` with tensors in safetensors files and `manifest.json`, which lists the size and
-CRC-32 of every file. The folder gets this name after all files are written; a partial one has another name.
+CRC-32 of every file, and has a CRC-32 of its own. The folder gets this name after all files are written; a partial one
+has another name.
 """
 
 import json
 import zlib
-from collections.abc import Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint.check import TREE, DamagedError, check_manifest, parse, tensor_names
-from lightning_cp.files import new_file, open_regular, read_regular
+from lightning_cp.files import new_file, open_regular, parse_json, read_regular
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 PARTIAL = ".partial_"
 """Prefix of a checkpoint's name while it is written."""
+TREE = "tree"
+"""Key of the checkpoint's facts: a tree of names that shows how the tensors of the states are nested."""
 _CHUNK_BYTES, _MAX_BYTES = 1 << 20, 1 << 30
 
 
@@ -65,7 +66,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        fields = asdict(self)
+        text = json.dumps({"format": FORMAT, "crc32": _checksum(fields), **fields}, indent=1)
         new_file(folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
@@ -85,21 +87,27 @@ def parse_manifest(folder: Path) -> Manifest:
     try:
         if not path.is_file():
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-        if path.stat().st_size > _MAX_BYTES:
-            raise DamagedError(f"it has more than {_MAX_BYTES} bytes")
-        fields = parse(read_regular(path))
-        version = fields.pop("format", None)
+        fields = parse_json(read_regular(path, limit_bytes=_MAX_BYTES))
+        version = fields.pop("format")
         if type(version) is int and version != FORMAT:
             raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}"[:500])
-        if version != FORMAT or type(version) is not int:
-            raise DamagedError("it has no valid format number")
-        check_manifest(fields)
+        if version != FORMAT:
+            raise ValueError("it has no valid format number")
+        if fields.pop("crc32") != _checksum(fields):
+            raise ValueError("its values do not have its CRC-32")
+        files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
+        return Manifest(files=files, **fields)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
-    except DamagedError as error:
-        raise CheckpointError(f"{folder} is truncated or changed: its {MANIFEST} cannot be read: {error}") from error
-    files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-    return Manifest(files=files, **fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"{folder} is truncated or changed: its {MANIFEST} cannot be read: {reason}") from error
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields).encode())
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
@@ -119,13 +127,6 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
                 )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
-
-
-def check_tree(names: Set[str], tree: Any, folder: Path) -> None:
-    """Compare the tensor names of a tree with those of the files. Raises: CheckpointError: they differ."""
-    differ = names ^ tensor_names(tree)
-    if differ:
-        raise CheckpointError(f"{folder} was changed: its files and its {MANIFEST} differ in {min(differ)[:200]}")
 
 
 def check_same_tensors(expected: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], folder: Path) -> None:

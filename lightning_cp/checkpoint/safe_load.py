@@ -1,29 +1,40 @@
 """Load Lightning's checkpoints, even untrusted ones, without running code in them."""
 
+from __future__ import annotations
+
 import io
 import os
 import pickle
 import re
 import zipfile
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.checkpoint.dcp_index import read_dcp_index
 from lightning_cp.checkpoint.manifest import CheckpointError
-from lightning_cp.compat.fabric_names import loading_distributed_checkpoints_with
+from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, loading_distributed_checkpoints_with
 
 _EXTRA = "meta.pt"  # Lightning's file for values other than sharded tensors
 
@@ -140,3 +151,75 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError | AssertionError | ValueError) or type(error) is RuntimeError:
         return " ".join(str(error).split())[:500]
     return f"is truncated or damaged ({type(error).__name__})"
+
+
+def load_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, *, optim_state_dict: dict[str, Any], options: StateDictOptions
+) -> None:
+    """Load a state as `set_optimizer_state_dict` does, also one that was saved without sharding. Call it on every rank.
+
+    Keys are names, or numbers of `torch.optim.Optimizer.state_dict`: number i is the i-th parameter of the parameter
+    groups, as in `Optimizer.load_state_dict`. A parameter without a saved state gets none, because it had no gradient.
+
+    Args: optim_state_dict: the state, equal on all ranks; tensors are whole, or sharded as here.
+    Raises: CheckpointError: its parameter groups or shapes are not those of the optimizer.
+    """
+    with keeping_optimizers_without_state():
+        here: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+    names = [list(group["params"]) for group in here["param_groups"]]
+    try:
+        saved = _by_name(optim_state_dict, names, strict=options.strict)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"a saved optimizer state is damaged: {type(error).__name__}: {error}") from error
+    if saved["state"]:
+        started: dict[str, Any] = get_optimizer_state_dict(module, optimizer)  # torch starts a state
+        _check_shapes(saved["state"], started["state"])
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+            group.update({key: x for key, x in values.items() if key not in group})  # values of its first step
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=saved, options=replace(options, strict=False))
+    else:  # SGD, or an optimizer that has not stepped
+        optimizer.load_state_dict(saved)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for name, parameter in zip(chain.from_iterable(names), parameters, strict=True):
+        if name not in saved["state"]:
+            optimizer.state.pop(parameter, None)
+
+
+def _by_name(saved: dict[str, Any], names: list[list[str]], *, strict: bool) -> dict[str, Any]:
+    """Return the saved state with names as keys. Raises: CheckpointError: it has other parameter groups.
+
+    Args: names: names of the parameters in each parameter group here.
+    """
+    groups = saved["param_groups"]
+    keys = [list(group["params"]) for group in groups]
+    if any(isinstance(key, str) for key in chain.from_iterable(keys)):
+        missing = sorted({*chain.from_iterable(names)}.difference(*keys))
+        if missing and strict:
+            raise CheckpointError(
+                f"the saved optimizer had no parameter {missing[0]} ({len(missing)} are missing): create the optimizer "
+                "with the parameters that it had, or load with strict=False"
+            )
+        return saved
+    sizes, expected = [len(group) for group in keys], [len(group) for group in names]
+    if sizes != expected:
+        raise CheckpointError(
+            f"the saved optimizer had parameter groups of {sizes} parameters, and this one has {expected}: create it "
+            "with the same parameters, in the same order"
+        )
+    name_of = dict(zip(chain.from_iterable(keys), chain.from_iterable(names), strict=True))
+    return {
+        "state": {name_of[key]: state for key, state in saved["state"].items()},
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(groups, names, strict=True)],
+    }
+
+
+def _check_shapes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Compare the shapes of all states. Raises: CheckpointError: a saved one belongs to another parameter."""
+    for name, state in saved.items():
+        for key, x in state.items():
+            other = here.get(name, {}).get(key)
+            if isinstance(x, Tensor) and isinstance(other, Tensor) and x.shape != other.shape:
+                raise CheckpointError(
+                    f"the saved optimizer state {key} of {name} has shape {tuple(x.shape)}, and the optimizer here has "
+                    f"{tuple(other.shape)}: create the optimizer with the same parameters, in the same order"
+                )

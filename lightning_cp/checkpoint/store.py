@@ -1,6 +1,5 @@
 """Checkpoints of a run: every rank writes its shards with torch DCP, as safetensors and without pickle."""
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +7,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_cp.checkpoint.check import TREE
-from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
 from lightning_cp.checkpoint.folder import (
     EARLIER_KEPT,
     checkpoint_path,
@@ -35,11 +33,11 @@ from lightning_cp.checkpoint.folder import (
     seal,
 )
 from lightning_cp.checkpoint.manifest import (
+    TREE,
     CheckpointError,
     FileEntry,
     Manifest,
     check_same_tensors,
-    check_tree,
     parse_manifest,
     read_manifest,
 )
@@ -107,9 +105,7 @@ def load_checkpoint(folder: Path, states: Mapping[str, Any] | None = None, *, ve
     states = states or {}
     tensors, _ = flatten_state(dict(states))
     reader, saved_shapes = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
-    metadata, tree = _read_metadata(reader, manifest, folder), manifest.facts[TREE]
-    check_tree(metadata.keys(), tree, folder)
-    for name, x in metadata.items():
+    for name, x in cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata).items():
         if name.partition(".")[0] not in states:
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
         saved_shapes[name] = tuple(x.size)
@@ -117,23 +113,7 @@ def load_checkpoint(folder: Path, states: Mapping[str, Any] | None = None, *, ve
     _ignore_warning_of_one_process()
     with reraise_as(CheckpointError, f"{folder} cannot be loaded"):
         load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-    return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
-
-
-def _read_metadata(
-    reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path
-) -> dict[str, TensorStorageMetadata]:
-    """Read tensor metadata from the files' headers. Raises: CheckpointError: the files cannot hold these tensors."""
-    try:
-        metadata = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # a changed header can raise anything
-        raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
-    tensors = {name: x for name, x in metadata.items() if isinstance(x, TensorStorageMetadata)}
-    needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
-    available = sum(entry.size_bytes for entry in manifest.files.values())
-    if any(n < 0 for x in tensors.values() for n in x.size) or needed > available or tensors.keys() != metadata.keys():
-        raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, but its files have {available}")
-    return tensors
+    return Checkpoint(manifest.step, unflatten_state(tensors, manifest.facts[TREE]), manifest.plain_facts)
 
 
 def _ignore_warning_of_one_process() -> None:
@@ -187,13 +167,6 @@ class _Copies(DefaultSavePlanner):
         return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """Files of one rank, sent to rank 0."""
-
-    files: dict[str, FileEntry]
-
-
 class _Writer(HuggingFaceStorageWriter):
     """Write to the scratch folder; rank 0 renames it after all ranks have written."""
 
@@ -220,16 +193,101 @@ class _Writer(HuggingFaceStorageWriter):
         for name in names:
             flush(scratch / name)
         done: torch.futures.Future[list[Any]] = torch.futures.Future()
-        done.set_result([_Written({name: FileEntry.of(scratch / name) for name in names})])
+        done.set_result([{name: FileEntry.of(scratch / name) for name in names}])  # sent to rank 0
         return done
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        by_rank = cast("list[list[_Written]]", results)
-        files = {
-            name: entry
-            for written_by_rank in by_rank
-            for written in written_by_rank
-            for name, entry in written.files.items()
-        }
+        by_rank = cast("list[list[dict[str, FileEntry]]]", results)
+        files = {name: entry for (written,) in by_rank for name, entry in written.items()}
         seal(self._parent, Manifest(self._step, time.time(), files, self._facts), keep=self._keep)
+
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split nested dicts, lists, tuples, plain values and tensors into tensors by name and a JSON tree.
+
+    Raises: TypeError: the state holds other objects. ValueError: two tensors would get the same name.
+    """
+    tensors: dict[str, Tensor] = {}
+    return tensors, _flatten(state, "", tensors)
+
+
+def unflatten_state(tensors: dict[str, Tensor], tree: Any) -> Any:
+    """Rebuild the state that `flatten_state` split."""
+    if not isinstance(tree, dict):
+        return tree
+    kind, value = next(iter(tree.items()))
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: unflatten_state(tensors, item) for key, item in value}
+    items = [unflatten_state(tensors, item) for item in value]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        if name in tensors:  # for example {"a.b": x, "a": {"b": y}}
+            raise ValueError(f"two tensors of the state would be saved as {name}: rename one of their keys")
+        tensors[name] = state
+        return {"tensor": name}
+    if isinstance(state, dict):
+        pairs = [(key, _flatten(value, f"{name}.{key}".lstrip("."), tensors)) for key, value in state.items()]
+        if not all(isinstance(key, str | int) for key in state):
+            raise TypeError(f"{name or 'state'} has keys that are neither strings nor integers")
+        return {"dict": pairs}
+    if isinstance(state, list | tuple):
+        items = [_flatten(value, f"{name}.{i}".lstrip("."), tensors) for i, value in enumerate(state)]
+        return {"tuple" if isinstance(state, tuple) else "list": items}
+    if isinstance(state, _PLAIN):
+        return state
+    raise TypeError(
+        f"{name or 'state'} is a {type(state).__name__}: must be a tensor, a dict, list or tuple, a string, a number, "
+        "a bool or None"
+    )
+
+
+class CheckpointWriter:
+    """Write the checkpoints of a run. Create one on every rank; leaving its context waits for a pending write.
+
+    Args:
+        parent: the run's folder of checkpoints.
+        in_background: `save` copies the tensors and returns; a thread writes them, one checkpoint at a time.
+        keep: number of newest checkpoints to keep; None: all.
+    Ranks: the whole world.
+    """
+
+    def __init__(self, parent: Path, *, in_background: bool = False, keep: int | None = None) -> None:
+        self._parent, self._keep, self._in_background = parent, keep, in_background
+        self._group: dist.ProcessGroup | None = None
+        self._pending: Callable[[], None] | None = None
+        if in_background and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")  # separate from training's collectives
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Save a checkpoint. Call it on every rank; tensors may be DTensors.
+
+        Raises: OSError: this checkpoint, or the previous background write, failed.
+        """
+        self.wait()
+        if self._in_background:
+            self._pending = save_checkpoint_in_background(self._parent, checkpoint, self._group, keep=self._keep)
+        else:
+            save_checkpoint(self._parent, checkpoint, keep=self._keep)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Raises: OSError: it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.wait()

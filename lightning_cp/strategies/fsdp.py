@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
-from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
-from lightning_cp.checkpoint.safe_load import allows_code, without_code
+from lightning_cp.checkpoint.safe_load import allows_code, load_optimizer_state, without_code
 from lightning_cp.checkpoint.store import reraise_as
 from lightning_cp.compat.distributed_names import (
     accumulate_in_one_dtype,

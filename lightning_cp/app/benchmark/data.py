@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_cp.app.benchmark.data_made import captions, make_cache, make_pipeline, media_size, new_cache, write_media
 from lightning_cp.app.benchmark.data_rows import DataFigures
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.data import bucket_loader
 from lightning_cp.finetune.encoders import components_on
 from lightning_cp.finetune.families import Family
@@ -23,7 +24,6 @@ from lightning_cp.finetune.latent_cache import CacheWriter, LatentCache, LatentD
 from lightning_cp.finetune.media import find_sources
 from lightning_cp.finetune.objectives import objective_for
 from lightning_cp.finetune.precompute import Loader, encode_captions, encode_sources
-from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.undoable import intercept_method
 
 _WARM_UPS = 2

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.comm.packet import BUFFERS
 from lightning_cp.comm.stats import traced
 from lightning_cp.comm.transfer import EXCHANGE, WAIT
-from lightning_cp.launch.scratch import temporary_folder
 
 
 class TraceSpan(NamedTuple):

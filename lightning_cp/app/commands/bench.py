@@ -24,10 +24,10 @@ from rich.console import Console
 
 from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.rendezvous import init_process_group
-from lightning_cp.launch.scratch import temporary_folder
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "sparse", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")

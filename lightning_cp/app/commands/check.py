@@ -18,10 +18,10 @@ from lightning_cp.app import terminal
 from lightning_cp.app.runs.command import command
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
 from lightning_cp.launch.rendezvous import init_process_group
-from lightning_cp.launch.scratch import temporary_folder
 
 
 @reads_settings

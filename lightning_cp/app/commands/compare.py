@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.app.terminal import print_error
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rendezvous import init_process_group
-from lightning_cp.launch.scratch import temporary_folder
 
 RANKS = 3
 HEADS, HEAD_DIM = 6, 8

@@ -24,9 +24,9 @@ from lightning_cp.app import terminal
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
 from lightning_cp.launch.rendezvous import init_process_group
-from lightning_cp.launch.scratch import temporary_folder
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "sageattention", "peft")
 WORLDS = (2, 3)

@@ -14,7 +14,7 @@ from lightning_cp.app.training.run import Run
 from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
-from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import full_tensor

@@ -23,7 +23,7 @@ from lightning_cp.app.training.run import Run, RunFolder, check_same_checkpoint,
 from lightning_cp.app.training.schedule import Schedule
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
-from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler

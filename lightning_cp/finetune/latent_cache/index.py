@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.checkpoint.folder import flush
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.errors import CacheError
 from lightning_cp.files import read_regular, writing_new
 from lightning_cp.finetune.families import Facts
-from lightning_cp.finetune.latent_cache.row_checks import Checks, check_fields
+from lightning_cp.finetune.latent_cache.row_checks import Checks, DamagedError, check_fields, parse
 from lightning_cp.finetune.latent_cache.rows import caption_hash
 
 FORMAT = 2

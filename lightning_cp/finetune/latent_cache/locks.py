@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
 from lightning_cp.files import open_regular, read_regular, writing_new
+from lightning_cp.finetune.latent_cache.row_checks import DamagedError, parse
 from lightning_cp.locks import lock, unlock
 
 OWNER = ".owner.json"

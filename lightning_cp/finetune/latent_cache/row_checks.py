@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from lightning_cp.checkpoint.check import DamagedError
+from lightning_cp.files import parse_json
 from lightning_cp.finetune.media.limits import REPEATS
 from lightning_cp.finetune.media.source import Use
 
@@ -15,6 +15,20 @@ SHARD_NAME = re.compile(r"(media|text)-\d{5,}-\d{6,}\.safetensors")
 _USES = get_args(Use)
 _HASH = re.compile(r"[0-9a-f]{32}")
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+
+class DamagedError(ValueError):
+    """A file of a cache with an invalid value; the message names it."""
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises: DamagedError: it is none, or is nested too deeply."""
+    try:
+        return {**parse_json(text)}
+    except TypeError as error:
+        raise DamagedError("it is not a JSON object") from error
+    except ValueError as error:
+        raise DamagedError(f"it is not valid JSON ({type(error).__name__})") from error
 
 
 def check_fields(values: Mapping[str, Any], checks: Checks) -> None:

@@ -11,10 +11,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
 from lightning_cp.files import read_regular
-from lightning_cp.finetune.latent_cache.row_checks import MEDIA_FIELDS, SHARD_FIELDS, TEXT_FIELDS, check_fields
+from lightning_cp.finetune.latent_cache import row_checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +153,10 @@ def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
             if not isinstance(row, ShardRow):
                 pending.append(row)
             if any(one.shard != row.shard for one in pending[:1]):
-                raise DamagedError(f"it belongs to {row.shard}, the line before to {pending[0].shard}")
+                raise row_checks.DamagedError(f"it belongs to {row.shard}, the line before to {pending[0].shard}")
             if isinstance(row, ShardRow) and len(pending) != row.rows:
-                raise DamagedError(f"{row.shard} has {len(pending)} rows, but {row.rows} were written")
-        except DamagedError as error:
+                raise row_checks.DamagedError(f"{row.shard} has {len(pending)} rows, but {row.rows} were written")
+        except row_checks.DamagedError as error:
             raise CacheError(
                 f"{path} is damaged in line {number}: {error}. Restore the file, or delete this line and all lines "
                 "below it and run precompute again: it then encodes these samples again"
@@ -174,20 +173,20 @@ def check_row(row: Row) -> None:
     name = row.id if isinstance(row, MediaRow) else row.hash
     try:
         plain = json.loads(line_of(row))
-        check_fields(plain, MEDIA_FIELDS if isinstance(row, MediaRow) else TEXT_FIELDS)
-    except (DamagedError, TypeError) as error:  # TypeError: a value that JSON does not have
+        row_checks.check_fields(plain, row_checks.MEDIA_FIELDS if isinstance(row, MediaRow) else row_checks.TEXT_FIELDS)
+    except (row_checks.DamagedError, TypeError) as error:  # TypeError: a value that JSON does not have
         raise CacheError(f"the row of {ascii(name)[:100]} cannot be stored: {error}") from error
 
 
 def _parsed(line: bytes, kind: type[Row]) -> Row | ShardRow:
-    values = parse(line)
+    values = row_checks.parse(line)
     if "crc32" in values:
-        check_fields(values, SHARD_FIELDS)
+        row_checks.check_fields(values, row_checks.SHARD_FIELDS)
         return ShardRow(**values)
     if kind is TextRow:
-        check_fields(values, TEXT_FIELDS)
+        row_checks.check_fields(values, row_checks.TEXT_FIELDS)
         return TextRow(**values)
-    check_fields(values, MEDIA_FIELDS)
+    row_checks.check_fields(values, row_checks.MEDIA_FIELDS)
     values["captions"] = tuple(values["captions"])
     values["crop"] = None if values["crop"] is None else tuple(values["crop"])
     return MediaRow(**values)

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_cp.app.training.run import check_same_checkpoint
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, latest_checkpoint, read_manifest
-from lightning_cp.checkpoint.flatten import flatten_state
-from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.checkpoint.store import CheckpointWriter, flatten_state
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.checkpoint.flatten import flatten_state
-from lightning_cp.checkpoint.store import load_checkpoint
+from lightning_cp.checkpoint.store import flatten_state, load_checkpoint
 from tests.e2e.recipe import SMALL, Finished, run
 
 COMMON = (*SMALL, "warmup_steps=1", "max_steps=4", "checkpoint_every=2", "progress=false", "accelerator=cpu")

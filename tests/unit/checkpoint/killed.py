@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from lightning_cp.checkpoint import folder as folders
-from lightning_cp.checkpoint import folder_lock, latest_checkpoint, remove_partials
-from lightning_cp.checkpoint.flatten import flatten_state
+from lightning_cp.checkpoint import latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest, read_manifest
-from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
+from lightning_cp.checkpoint.store import Checkpoint, flatten_state, load_checkpoint, save_checkpoint
 
 
 def states(step: int) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def at_random_times(parent: Path) -> Iterator[int]:
 def main() -> None:
     parent = Path(sys.argv[1]) / "run" / "checkpoints"
     torch.set_num_threads(1)
-    folder_lock._IDLE_S = -1.0
+    folders._IDLE_S = -1.0
     if sys.argv[2] == "moments":
         for step in (5, 6):
             print(*at_every_moment(parent, step=step))

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
-from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
-from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
-from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.checkpoint.store import (
+    Checkpoint,
+    CheckpointWriter,
+    flatten_state,
+    load_checkpoint,
+    save_checkpoint,
+    unflatten_state,
+)
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 

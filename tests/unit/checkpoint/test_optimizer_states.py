@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import AdamW
 
 from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
+from lightning_cp.checkpoint.safe_load import load_optimizer_state
 
 _OPTIONS = StateDictOptions(full_state_dict=True, strict=True)
 

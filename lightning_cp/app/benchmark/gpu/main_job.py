@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.suites import REPOSITORY
-from lightning_cp.launch.scratch import temporary_folder
+from lightning_cp.checkpoint.folder import temporary_folder
 
 STRATEGIES = ("single", "cp")
 _FIRST_STEP_TOLERANCE = 1e-4

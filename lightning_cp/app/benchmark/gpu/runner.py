@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu.log import LogWriter
 from lightning_cp.app.benchmark.gpu.results import CUT_OFF, StageResult, read_results, write_results
+from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.files import no_link
-from lightning_cp.launch.scratch import temporary_folder
 
 _TAIL_LINES = 6  # last lines of a failed process's output, added to the stage's error
 _MIN_STAGE_S = 60.0  # a stage is not started with less time left

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.launch.scratch import temporary_folder
+from lightning_cp.checkpoint.folder import temporary_folder
 
 REPOSITORY = Path(__file__).parents[4]
 

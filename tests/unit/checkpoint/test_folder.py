@@ -11,16 +11,15 @@ import torch
 
 import lightning_cp
 from lightning_cp.checkpoint import remove_partials
-from lightning_cp.checkpoint.folder import drop_scratch, open_scratch
+from lightning_cp.checkpoint.folder import drop_scratch, open_scratch, temporary_folder
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
-from lightning_cp.launch.scratch import temporary_folder
 
 _WRITES = (
     "import os, sys; from pathlib import Path; from lightning_cp.checkpoint.folder import open_scratch\n"
     "print(open_scratch(Path(sys.argv[1]), 3), flush=True); sys.stdin.read()"
 )
 _LAUNCHES = (
-    "import sys; from lightning_cp.launch.scratch import temporary_folder\n"
+    "import sys; from lightning_cp.checkpoint.folder import temporary_folder\n"
     "with temporary_folder() as folder: print(folder, flush=True); sys.stdin.read()"
 )
 
