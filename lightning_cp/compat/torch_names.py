@@ -85,6 +85,7 @@ __all__ = [
     "script_as",
     "set_forward_ad",
     "set_timeout",
+    "shared_store",
     "stores_recomputation",
     "take_default_timeout",
     "temporarily_clear_interpreter_stack",
@@ -164,6 +165,12 @@ def default_timeout() -> timedelta:
     world = torch.distributed.distributed_c10d._get_default_group()
     timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
     return timeout
+
+
+def shared_store(name: str) -> Any:
+    """Return a part of the store at which the ranks of the world have met. Args: name: the same on all ranks."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d.PrefixStore(name, c10d._get_default_store())
 
 
 def take_default_timeout(group: torch.distributed.ProcessGroup) -> None:

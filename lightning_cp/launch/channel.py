@@ -1,24 +1,31 @@
-"""Messages from a rank to its launcher through an inherited pipe. Does not import torch.
+"""What a rank and its launcher tell each other: messages, stop signals, and the end of the launcher. Imports no torch.
 
-A pipe needs no disk, so a failure is reported even when all file systems are full. The kernel closes it when the rank
-ends for any reason. Linux closes the descriptors of an ending process from the highest to the lowest, so the pipe gets
-a high one. The launcher then sees the end of a rank before other ranks can see and report a lost connection.
+A rank sends messages through an inherited pipe, which needs no disk, so a failure is reported even when all file
+systems are full. The kernel closes it when the rank ends for any reason. Linux closes the descriptors of an ending
+process from the highest to the lowest, so the pipe gets a high one. The launcher then sees the end of a rank before
+other ranks can see and report a lost connection.
 """
 
+from __future__ import annotations
+
 import fcntl
+import functools
 import json
 import os
 import resource
 import select
+import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 CHANNEL = "LIGHTNING_CP_CHANNEL"  # environment variable: descriptor of the pipe's write end
 _SEND_TIMEOUT_S = 5.0  # wait for a launcher that does not read, for instance because it is stopped
 _HIGHEST = 4095  # highest descriptor number of the pipe
-_MAX_LINE = 1 << 20  # bytes; longer messages are dropped by the reader
 
 
 class Channel:
@@ -89,8 +96,6 @@ class Inbox:
                 return messages, False
             *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
             messages += [message for line in lines if (message := _parse(line)) is not None]
-            if len(self._incomplete_line) > _MAX_LINE:
-                self._incomplete_line = b""
             if not data:
                 return messages, True
 
@@ -129,12 +134,96 @@ def _close_in_child() -> None:
         _channel = None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Any:
     try:
-        message = json.loads(line)
-    except ValueError:
+        return json.loads(line)
+    except ValueError:  # a message that could not be written whole
         return None
-    return message if isinstance(message, dict) else None
 
 
 _channel: Channel | None = None
+
+
+_POLL_S = 1.0
+
+
+def end_with_launcher(read_end: int) -> None:
+    """Kill this process and its process group, which has its children, when the launcher has ended, even by SIGKILL.
+
+    (PR_SET_PDEATHSIG would kill the rank first and leave its children running.)
+
+    Args: read_end: file descriptor of the read end of a pipe. Only the launcher holds the write end, which the kernel
+        closes.
+    """
+    threading.Thread(target=_wait_for_end, args=(read_end,), name="lifeline", daemon=True).start()
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """End this process and its process group when its parent has ended; a second call does nothing.
+
+    An agent of torchrun that is killed leaves its ranks running, and the ranks of other nodes training with them.
+    """
+    threading.Thread(target=_wait_for_other_parent, args=(os.getppid(),), name="lifeline", daemon=True).start()
+
+
+def _wait_for_end(read_end: int) -> None:
+    while os.read(read_end, 1):  # nothing is ever written: this returns at end of file
+        pass
+    _kill()
+
+
+def _wait_for_other_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    rank = os.environ.get("RANK", "?")
+    with suppress(OSError, ValueError):  # the agent's pipe is closed
+        print(f"error: torchrun's agent (process {parent}) has ended, so rank {rank} ends", file=sys.stderr, flush=True)
+    _kill()
+
+
+def _kill() -> None:
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
+# (sbatch --signal=USR1@60).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stopped(Exception):
+    """Training ended early on a stop signal; its progress is in a checkpoint."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number, self.exit_code = number, 128 + number
+
+
+class StopRequest:
+    """Context that records stop signals instead of letting them end the process.
+
+    Attributes: number: number of the received signal; 0: none.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._before = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
+        except ValueError:  # not the main thread, where Python cannot set signal handlers
+            self._before = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        self.number = number
+        send({"kind": "stop_confirmed"}, timeout_s=0, wait=False)  # the launcher then waits for the checkpoint

@@ -77,8 +77,8 @@ class Failure:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Failure":
-        """Rebuild a failure from `to_fields`. Raises: TypeError, ValueError: `fields` are not from `to_fields`."""
-        return cls(**{**fields, "kind": FailureKind(str(fields.get("kind")))})
+        """Rebuild a failure from `to_fields`."""
+        return cls(**{**fields, "kind": FailureKind(fields["kind"])})
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from lightning_cp.files import new_file
 from lightning_cp.launch.cause import History
+from lightning_cp.launch.channel import STOP_SIGNALS
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import EventKind, Processes
 from lightning_cp.launch.rendezvous import listen, loopback_environment, rendezvous_environment
-from lightning_cp.launch.stopping import STOP_SIGNALS
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -1,4 +1,4 @@
-"""Run one rank: call the target, report a failure."""
+"""Run one rank, started by our launcher or by torchrun or SLURM: call the target, report a failure."""
 
 import atexit
 import faulthandler
@@ -11,20 +11,23 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from typing_extensions import override
+
 from lightning_cp.compat.versions import missing_package
 from lightning_cp.files import new_file
 from lightning_cp.launch import channel
-from lightning_cp.launch.job import Failure, FailureKind
-from lightning_cp.launch.lifeline import end_with_launcher
+from lightning_cp.launch.cause import lost_connection
+from lightning_cp.launch.channel import Stopped, end_with_launcher, end_with_parent
+from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.rendezvous import take_listener
-from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Path], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -63,21 +66,11 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """Describe an exception: in one line if its message is meant for the user, otherwise with its traceback.
-
-    It never raises, even for an exception that cannot be converted to text.
-    """
+    """Describe an exception: in one line if its message is meant for the user, otherwise with its traceback."""
     cause = _root(error)
     if isinstance(cause, SystemExit) and isinstance(cause.code, int):
         return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {cause.code}", exit_code=cause.code)
-    message, name = _text_of(cause), type(cause).__name__
-    try:
-        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-    except BaseException as format_error:  # a `__cause__` or notes that cannot be formatted
-        text = (
-            "".join(traceback.format_tb(cause.__traceback__))
-            + f"(the rest cannot be formatted: {type(format_error).__name__})"
-        )
+    message, name, text = str(cause), type(cause).__name__, "".join(traceback.format_exception(cause))
     if isinstance(cause, Stopped):
         return Failure(rank, FailureKind.STOPPED, message, text, exit_code=cause.exit_code)
     if (missing := missing_package(cause, "this run")) is not None:
@@ -85,13 +78,6 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     if was_raised_for_the_user(cause):
         return Failure(rank, FailureKind.REFUSED, " ".join(message.split()) or name, text)
     return Failure(rank, FailureKind.RAISED, f"{name}: {message}", text)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as format_error:
-        return f"(its __str__ raises {type(format_error).__name__})"
 
 
 def was_raised_for_the_user(error: BaseException) -> bool:
@@ -185,3 +171,79 @@ def _root(error: BaseException) -> BaseException:
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+@dataclass(frozen=True)
+class LauncherEnv:
+    """The launcher, rank and world size of a process started by an external launcher."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    ranks_per_node: int
+
+
+def launcher_env(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """Read rank and world size from the launcher's environment variables; None if no launcher started this process."""
+    rank, size = read_count(environ, "RANK"), read_count(environ, "WORLD_SIZE")
+    if rank is not None and size is not None and "LOCAL_RANK" in environ:
+        return LauncherEnv("torchrun", rank, size, read_count(environ, "LOCAL_WORLD_SIZE") or size)
+    interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    rank, tasks = read_count(environ, "SLURM_PROCID"), read_count(environ, "SLURM_NTASKS") or 1
+    if rank is not None and tasks > 1 and not interactive:
+        return LauncherEnv("SLURM", rank, tasks, tasks // (read_count(environ, "SLURM_NNODES") or 1))
+    return None
+
+
+def is_first(env: LauncherEnv | None) -> bool:
+    """Return True if this process writes files and prints: it is rank 0, or it starts the ranks itself."""
+    return env is None or env.rank == 0
+
+
+def read_count(environ: Mapping[str, str], name: str) -> int | None:
+    """Read an environment variable as a non-negative integer; None if it is missing or not one."""
+    value = environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class ExternalLauncher(Launcher):
+    """Run the job's target in this process, as its rank; the external launcher watches the processes."""
+
+    env: LauncherEnv
+
+    @override
+    def launch(self, job: Job) -> Result:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
+        try:
+            with _environment_restored():
+                if _ports:
+                    os.environ.update(MASTER_PORT=str(_ports[-1]), TORCHELASTIC_USE_AGENT_STORE="False")
+                port = run_target(job.target, job.config, more_to_come=True)
+            if port is not None:
+                _ports.append(port)
+        except Exception as error:
+            failure = lost_connection(failure_of(error, self.env.rank))
+            if failure.kind is FailureKind.RAISED and not is_first(self.env):  # often, all ranks raise the same error
+                with suppress(OSError, ValueError):  # if it cannot be written, it is printed
+                    failure = replace(failure, traceback=f"Its traceback: {write_traceback(failure, job.log_dir)}")
+            return Result(failure)
+        return Result()
+
+
+_ports: list[int] = []  # ports for this process's later jobs; the first job uses the launcher's MASTER_PORT
+
+
+@contextmanager
+def _environment_restored() -> Iterator[None]:
+    """Restore the environment variables and torch's thread count afterwards, for the next job in this process."""
+    environment, torch = dict(os.environ), sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else None
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        if torch is not None:
+            torch.set_num_threads(threads)

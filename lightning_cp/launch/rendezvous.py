@@ -14,10 +14,7 @@ import os
 import socket
 from collections.abc import Iterator, MutableMapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import Any
 
 LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening socket in rank 0, -1 in the others
 _HOST = "127.0.0.1"
@@ -133,43 +130,3 @@ def init_at(
     store.set_timeout(patience)
     fresh = PrefixStore(f"group_{next(uses)}", store)  # without the keys of an earlier group
     init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=timeout, **settings)
-
-
-def host_store(host: str, *, timeout: timedelta) -> TCPStore:
-    """Start a TCP store on a free port, for clients that connect to `host`.
-
-    `TCPStore` listens on every network interface, regardless of its host. If `host` is a loopback address, all clients
-    are on this machine, so the store listens on that address only.
-
-    Args:
-        host: name or address of this machine.
-        timeout: time-out of a request.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
-    if not is_loopback(host):
-        return TCPStore(host, 0, **options)
-    listener = listen(host)
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, master_listen_fd=listener.detach(), **options)
-
-
-def shared_store(host: str, *, timeout: timedelta) -> TCPStore | None:
-    """Start a store on rank 0 and connect all ranks to it. Returns: None on a rank that cannot connect.
-
-    Args:
-        host: address of rank 0 that all ranks can reach.
-        timeout: time-out of a request.
-    Ranks: the whole world.
-    """
-    import torch.distributed as dist
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = host_store(host, timeout=timeout) if dist.get_rank() == 0 else None
-    port = [0 if store is None else store.port]
-    dist.broadcast_object_list(port, src=0)
-    try:
-        return store or TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError:  # for instance a firewall
-        return None

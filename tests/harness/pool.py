@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.launch.rendezvous import host_store
+from lightning_cp.launch.rendezvous import listen
 from tests.harness.strict import Coordinator, Strict
 from tests.harness.worker import Job, Reply, serve
 
@@ -169,7 +169,10 @@ class RankPool:
         for worker in self._workers:
             worker.log.write_text("")
         if self._store is None:
-            self._store = host_store("127.0.0.1", timeout=timedelta(seconds=30))
+            listener = listen()
+            options = {"master_listen_fd": listener.fileno(), "timeout": timedelta(seconds=30)}
+            self._store = dist.TCPStore(*listener.getsockname(), is_master=True, wait_for_workers=False, **options)
+            listener.detach()
         context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
         used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
         context.set_forkserver_preload([*_PRELOADED, *used])

@@ -9,8 +9,8 @@ from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.resume import requeued_checkpoint, resumed_checkpoint
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import accelerator_of, is_single
-from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine, describe_gpu
+from lightning_cp.launch.rank import LauncherEnv
 from lightning_cp.mesh.degrees import AUTO
 
 _DEGREES = ("ring", "ulysses")

@@ -15,8 +15,8 @@ from lightning_cp.app.settings.components import check_pretrained
 from lightning_cp.app.settings.data_folders import Sizes, data_folders
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
-from lightning_cp.launch.external import LauncherEnv, is_first
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.rank import LauncherEnv, is_first
 from lightning_cp.rules import Either, Integer, Number, OneOf
 
 _DTYPES = ("bfloat16", "float16", "float32")

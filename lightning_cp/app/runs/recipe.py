@@ -29,10 +29,10 @@ from lightning_cp.app.terminal import print_error, printable
 from lightning_cp.checkpoint import CheckpointError, remove_partials
 from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.files import PRIVATE, writing_new
-from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.rank import ExternalLauncher, LauncherEnv, is_first, launcher_env
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweep folders in which a job failed in this process

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import print_error
-from lightning_cp.launch.external import is_first, launcher_env
+from lightning_cp.launch.rank import is_first, launcher_env
 from lightning_cp.locks import lock, unlock
 
 LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it

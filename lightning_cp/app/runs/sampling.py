@@ -22,8 +22,8 @@ from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.errors import MediaError
 from lightning_cp.files import read_json, why_not_regular
-from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.rank import LauncherEnv
 from lightning_cp.pipeline_folder import is_hub_id
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_cp.app.terminal import print_error
 from lightning_cp.files import PRIVATE, writing, writing_new
-from lightning_cp.launch.external import is_first, launcher_env
+from lightning_cp.launch.rank import is_first, launcher_env
 
 FOLDER = ".hydra"  # in the folder of a run
 _FAILED_EXIT_CODE = 1

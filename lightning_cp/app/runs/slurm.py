@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.runs.run_folder import not_writable
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.files import no_link
-from lightning_cp.launch.external import read_count
+from lightning_cp.launch.rank import read_count
 
 _RECORDS = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
 

@@ -29,8 +29,8 @@ from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, diff
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import console, print_error, printable, rich_text
 from lightning_cp.files import PRIVATE, writing_new
-from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
+from lightning_cp.launch.rank import is_first, launcher_env
 
 RESOLVED = "resolved.yaml"  # in the run's .hydra folder: the fully resolved configuration
 _LAST_ROWS = 25  # without validation, the objective is the mean loss of these last rows of metrics.csv

@@ -6,8 +6,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_cp.app.settings.table import SettingsError, read
-from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.rank import LauncherEnv
 from lightning_cp.mesh.degrees import AUTO, check_shares
 
 

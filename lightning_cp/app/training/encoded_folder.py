@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.app.terminal import printable
 from lightning_cp.errors import DataError
-from lightning_cp.launch.external import launcher_env
+from lightning_cp.launch.rank import launcher_env
 
 _POLL_S = 0.5
 

@@ -16,7 +16,7 @@ from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.launch.stopping import Stopped
+from lightning_cp.launch.channel import Stopped
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 from lightning_cp.training.ranks import peak_memory_bytes

@@ -18,7 +18,7 @@ from lightning_cp.checkpoint.folder import checkpoint_path
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
-from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest
+from lightning_cp.launch.channel import STOP_SIGNALS, Stopped, StopRequest
 from lightning_cp.training.ranks import DataShard, Ranks
 
 

@@ -33,7 +33,7 @@ from lightning_cp.finetune.divided_data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import Objective
-from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.launch.channel import StopRequest
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks

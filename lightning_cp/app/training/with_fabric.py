@@ -13,7 +13,7 @@ from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.app.training.setup import TrainingSetup
 from lightning_cp.finetune.divided_data import set_degree
 from lightning_cp.finetune.module import FineTuning
-from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.launch.channel import StopRequest
 from lightning_cp.training.modes import without_cudnn_attention
 from lightning_cp.training.ranks import DataShard
 

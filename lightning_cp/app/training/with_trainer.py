@@ -24,7 +24,7 @@ from lightning_cp.finetune.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import MicroBatch
 from lightning_cp.finetune.objectives.divided_batch import DividedBatch
-from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.launch.channel import StopRequest
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class EncodingRanks:
         rank, size = dist.get_rank(), dist.get_world_size()
         if vae_ranks < 1 or size % vae_ranks:
             raise ValueError(f"vae_ranks={vae_ranks} must divide the number of ranks, {size}")
-        state = RunState(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        state = RunState()
         if vae_ranks == 1:
             return cls(rank, size, rank, size, state=state)
         ranks = sampling_ranks(ContextParallelConfig(ring_degree=vae_ranks))

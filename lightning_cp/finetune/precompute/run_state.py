@@ -9,30 +9,26 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_cp import errors
+from lightning_cp.compat.torch_names import shared_store
 from lightning_cp.launch.rank import was_raised_for_the_user
-from lightning_cp.launch.rendezvous import shared_store
+from lightning_cp.mesh.groups import cached
 
 _POLL_S = 0.05  # time between two reads of the store while this rank waits
 _CHECK_S = 0.5  # time between two reads of the store while this rank works
 _REQUEST_TIMEOUT = timedelta(seconds=60)  # time-out of a request to the store
 _GIVE_UP_S = 30.0  # longest wait for ranks that do not respond after an error on another rank
-_BUILTINS: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    OSError,
-    FileNotFoundError,
-    MemoryError,
-)  # as in `was_raised_for_the_user`
+# As in `was_raised_for_the_user`.
+_BUILTINS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, FileNotFoundError, MemoryError)
 _OURS = (x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, Exception))
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (*_BUILTINS, *_OURS)
-}  # exceptions that other ranks raise too, by name
+# Exceptions that other ranks raise too, by name.
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (*_BUILTINS, *_OURS)}
 
 
 class StoppedElsewhere(Exception):
@@ -64,22 +60,17 @@ class RankError:
 
 
 class RunState:
-    """Counters and the first error of the current phase, on a TCP store of rank 0.
+    """Counters and the first error of the current phase, in the store at which the ranks have met.
 
     Ranks work on shares that take different times, without collectives between samples. A rank that fails writes its
     error to the store, and the others see it between two samples, not at the end of their shares.
 
-    Args:
-        host: address of rank 0 that all ranks can reach.
     Ranks: the whole world.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        store = shared_store(host, timeout=_REQUEST_TIMEOUT)
-        if store is None:
-            raise ConnectionError(f"rank {self.rank} cannot connect to a store on rank 0 at {host}: check the firewall")
-        self._store = store
+        self._store = shared_store(f"run_state_{next(cached('run states', count))}")
         self._phase, self._checked = 0, 0.0
 
     def begin(self) -> None:
@@ -88,7 +79,7 @@ class RunState:
 
     def count(self, number: int) -> int:
         """Add to the phase's counter. Returns: the sum over all ranks."""
-        return self._store.add(self._key("count"), number)
+        return int(self._store.add(self._key("count"), number))
 
     def fail(self, error: Exception) -> None:
         """Write an error, if it is the first one of this phase."""
@@ -127,10 +118,11 @@ class RunState:
         return error
 
     def _has_failed(self) -> bool:
-        return self._store.add(self._key("failures"), 0) > 0
+        return bool(self._store.add(self._key("failures"), 0))
 
     def _error(self) -> RankError:
-        return RankError(**json.loads(self._store.get(self._key("error"))))  # waits until it is written
+        self._store.wait([self._key("error")], _REQUEST_TIMEOUT)  # until it is written
+        return RankError(**json.loads(self._store.get(self._key("error"))))
 
     def _key(self, name: str) -> str:
         return f"{self._phase}/{name}"

@@ -27,7 +27,7 @@ from lightning_cp.callbacks import EMACallback, StepMetrics
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.launch import Machine
-from lightning_cp.launch.stopping import Stopped
+from lightning_cp.launch.channel import Stopped
 from lightning_cp.objectives import MicroBatch, objective_for
 from lightning_cp.training.ranks import DataShard
 from tests.dist.finetune.test_finetuning_module import Recorded, trainer_of

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.launch.rendezvous import host_store
 from tests.e2e.recipe import ROOT
-from tests.faults.launch.listening import listening
 from tests.harness import warm
 
 TARGETS = Path(__file__).with_name("listening.py")
@@ -67,18 +63,3 @@ def test_a_rank_may_meet_at_a_port_of_its_own_and_keeps_the_interface_that_was_s
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert launched("elsewhere", tmp_path, ranks=2, port=port) == [[port, "lo", "ib0"]] * 2
-
-
-@pytest.mark.parametrize(("host", "addresses"), [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1"])])
-def test_a_store_for_the_loopback_interface_listens_there_alone(host: str, addresses: list[str]) -> None:
-    before = listening(os.getpid())
-    store = host_store(host, timeout=timedelta(seconds=60))
-    there = listening(os.getpid())
-    for address in before:
-        there.remove(address)
-    assert set(there) <= LOOPBACK
-    assert len(there) == 1
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    del store
-    assert listening(os.getpid()) == before

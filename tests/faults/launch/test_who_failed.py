@@ -18,7 +18,7 @@ ENDINGS = {
     "_exit 7": (FailureKind.EXIT, "rank {} ended with exit code 7"),
     f"signal {signal.SIGABRT:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 6 (SIGABRT)"),
     f"signal {signal.SIGKILL:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 9 (SIGKILL)"),
-    "raise": (FailureKind.RAISED, "Unspeakable: (its __str__ raises ValueError)"),
+    "raise": (FailureKind.RAISED, "RuntimeError: raised on purpose"),
 }
 QUICK = [("_exit 7", 0)]
 CASES = [

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.launch import channel
-from lightning_cp.launch.stalls import is_stopped
+from lightning_cp.launch.cause import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))
 FOREVER_S = 600.0
@@ -45,13 +45,6 @@ def raise_on_one_then_everywhere(config: DictConfig) -> None:
     while not Path(config.folder, "logs", "rank_1.traceback.txt").is_file():  # written after the report
         time.sleep(0.01)
     raise RuntimeError("connection closed by peer")
-
-
-class Unspeakable(RuntimeError):
-    """An exception that cannot be converted to a text."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
 
 
 @reads_settings
@@ -86,7 +79,7 @@ def _end(how: str) -> None:
     elif kind == "abort":
         os.abort()
     elif kind == "raise":
-        raise Unspeakable()
+        raise RuntimeError("raised on purpose")
     elif kind == "workers":  # a forked child that outlives its parent, as a data worker may
         if os.fork() == 0:
             time.sleep(FOREVER_S)

@@ -106,7 +106,7 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
     "_exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running", 1),
     "exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running", 1),
     "exit 3": (FailureKind.EXIT, "rank {} ended with exit code 3", 3),
-    "raise": (FailureKind.RAISED, "Unspeakable: (its __str__ raises ValueError)", 1),
+    "raise": (FailureKind.RAISED, "RuntimeError: raised on purpose", 1),
     "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks were still waiting for it", 1),
     "workers": (FailureKind.EXIT, "rank {} ended with exit code 9", 9),
 }

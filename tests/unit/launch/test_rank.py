@@ -15,9 +15,8 @@ from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.folder import EARLIER_KEPT
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
-from lightning_cp.launch.external import ExternalLauncher, LauncherEnv
 from lightning_cp.launch.job import FailureKind, Job
-from lightning_cp.launch.rank import failure_of
+from lightning_cp.launch.rank import ExternalLauncher, LauncherEnv, failure_of
 from tests.harness import warm
 
 
@@ -87,12 +86,12 @@ def test_under_a_launcher_only_rank_0_prints_the_traceback(rank: int, tmp_path: 
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
-from lightning_cp.launch import lifeline
+from lightning_cp.launch import channel
 
-lifeline._POLL_S = 0.05
+channel._POLL_S = 0.05
 if os.fork() == 0:
     os.setsid()
-    lifeline.end_with_parent()
+    channel.end_with_parent()
     Path(sys.argv[1]).write_text(str(os.getpid()))
     time.sleep(600)
 while not Path(sys.argv[1]).is_file():

@@ -22,7 +22,7 @@ from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.errors import NonFiniteError
-from lightning_cp.launch.stopping import Stopped, StopRequest
+from lightning_cp.launch.channel import Stopped, StopRequest
 from lightning_cp.training import WeightAverage
 from lightning_cp.training.finite import MOST_SKIPPED_IN_A_ROW, StepGuard, find_nonfinite
 from lightning_cp.training.ranks import DataShard

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu import errors, host, main_job, memory, sparse, speed, suites, transformer
 from lightning_cp.app.benchmark.gpu.results import Measurement, read_results, run_measurements, write_results
-from lightning_cp.launch.lifeline import end_with_launcher
+from lightning_cp.launch.channel import end_with_launcher
 
 STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
     "tests": suites.run_tests,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from lightning_cp.app.benchmark.gpu.results import Check, StageResult, read_results, run_measurements, write_results
-from lightning_cp.launch.lifeline import end_with_launcher
+from lightning_cp.launch.channel import end_with_launcher
 
 
 def _measure(folder: Path, name: str, result: StageResult) -> None:
