@@ -1,12 +1,11 @@
 """Load the same samples on all ranks of a context group: samplers, seeds and random numbers."""
 
-from lightning_cp.data.bucket_sampler import BucketBatchSampler
+from lightning_cp.data.bucket_sampler import BucketBatchSampler, EndlessLoader, bucket_loader
 from lightning_cp.data.keyed_random import RandomStream, keyed_generator
-from lightning_cp.data.loaders import EndlessLoader, bucket_loader
 from lightning_cp.data.packing import PackedBatches, PackedCollate
+from lightning_cp.data.peer_batches import GroupBatches
+from lightning_cp.data.random_state import WorkerSeed, worker_init_fn
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
-from lightning_cp.data.workers import WorkerSeed, worker_init_fn
-from lightning_cp.data.wrapped_samplers import GroupBatches
 
 __all__ = [
     "BucketBatchSampler",

@@ -1,4 +1,4 @@
-"""Save, share and restore the global random states that user code draws from: torch, Python and NumPy.
+"""Save, share and restore the global random states that user code draws from, and seed workers: torch, Python, NumPy.
 
 Ranks of a context group share a sample, so they must draw the same numbers. Data groups draw different ones.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 from lightning_cp.engine.peers.checksum import digest_ints
 from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.nest import replace
 
 State = dict[str, Any]
 
@@ -55,7 +58,7 @@ def share_random_state(groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    set_random_state(_as_tensors(gather_objects(_as_arrays(get_random_state()), groups.context)[0]))
+    set_random_state(_gather(get_random_state(), groups.context)[0])
 
 
 def separate_random_states(groups: MeshGroups) -> None:
@@ -86,9 +89,15 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
     """
     if not dist.is_initialized():
         return [get_random_state()]
-    local_state = (data_rank, _as_arrays(get_random_state()))
-    first = dict(reversed(gather_objects(local_state, dist.group.WORLD)))  # keep the lowest rank of each data group
-    return [_as_tensors(first[group]) for group in range(data_size)]
+    states = _gather((data_rank, get_random_state()), dist.group.WORLD)
+    first = dict(reversed(states))  # keep the lowest rank of each data group
+    return [first[group] for group in range(data_size)]
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Gather a nest of tensors; they are sent as arrays, because torch pickles tensors as files."""
+    gathered = gather_objects(replace(Tensor, lambda x: x.cpu().numpy(), value), group)
+    return [replace(np.ndarray, lambda x: torch.from_numpy(x.copy()), one) for one in gathered]
 
 
 def restore_random_states(states: Sequence[State], data_rank: int, data_size: int) -> None:
@@ -153,31 +162,40 @@ class RandomStates:
         restore_random_states(state["groups"], self._data_rank, self._data_size)
 
 
-def _as_arrays(value: Any) -> Any:
-    """Replace tensors in a nest by NumPy arrays, because torch pickles tensors as files."""
-    if isinstance(value, Tensor):
-        return value.cpu().numpy()
-    if isinstance(value, Mapping):
-        return {name: _as_arrays(x) for name, x in value.items()}
-    return tuple(_as_arrays(x) for x in value) if isinstance(value, tuple) else value
-
-
-def _as_tensors(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if isinstance(value, Mapping):
-        return {name: _as_tensors(x) for name, x in value.items()}
-    return tuple(_as_tensors(x) for x in value) if isinstance(value, tuple) else value
-
-
 def _digest(value: Any) -> int:
     """Return a 64-bit hash of a nest of tensors and plain values."""
-    return digest_ints(_plain(value), 1)[0] & ((1 << 64) - 1)
+    plain = replace(Tensor, lambda x: x.cpu().numpy().tobytes(), value)
+    return digest_ints(plain, 1)[0] & ((1 << 64) - 1)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu().numpy().tobytes()
-    if isinstance(value, Mapping):
-        return {name: _plain(x) for name, x in value.items()}
-    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
+@dataclass(frozen=True)
+class WorkerSeed:
+    """Seed Python, NumPy and torch in a DataLoader worker from (seed, data_rank, worker_id) only."""
+
+    seed: int
+    data_rank: int
+
+    def __call__(self, worker_id: int) -> None:
+        drawn = keyed_generator(self.seed, RandomStream.WORKER, step=self.data_rank, index=worker_id).integers(
+            1 << 63, size=3, dtype=np.int64
+        )
+        random.seed(int(drawn[0]))
+        np.random.seed(int(drawn[1]) % (1 << 32))
+        torch.manual_seed(int(drawn[2]))
+
+
+def worker_init_fn(seed: int, data_rank: int) -> WorkerSeed:
+    """Create a `worker_init_fn` for DataLoader that seeds by data rank.
+
+    Ranks of one context group then augment a sample in the same way, and data ranks augment differently. (Lightning
+    seeds by global rank, which would give the ranks of one group different data.)
+    """
+    return WorkerSeed(seed, data_rank)
+
+
+def seeds_of_loader(seed: int, data_rank: int) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that make its random numbers independent of the global generator."""
+    return {
+        "worker_init_fn": worker_init_fn(seed, data_rank),
+        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it
+    }

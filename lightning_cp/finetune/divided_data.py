@@ -10,12 +10,10 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_cp.data import EndlessBatches, EndlessLoader
-from lightning_cp.data.batch_division import BatchDivision
-from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
+from lightning_cp.data.bucket_sampler import DataRanks, data_shard_of
+from lightning_cp.data.divided_sampler import BatchDivision, DividedBatchSampler, DrawnSample, Shard, StepDegrees
 from lightning_cp.data.keyed_random import hashed_seed
-from lightning_cp.data.loaders import DataRanks, data_shard_of
-from lightning_cp.data.step_degrees import Shard, StepDegrees
-from lightning_cp.data.workers import seeds_of_loader
+from lightning_cp.data.random_state import seeds_of_loader
 from lightning_cp.finetune.families import Sample, StoredBatch
 from lightning_cp.finetune.objectives.divided_batch import BatchPart, DividedBatch
 

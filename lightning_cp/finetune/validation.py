@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_cp.data.bucket_order import bucket_members
+from lightning_cp.data.sampler import bucket_members
 from lightning_cp.finetune.experts import experts_in
 from lightning_cp.finetune.families import Family, Sample, StoredBatch, collate
 from lightning_cp.finetune.families.latents import main_latents

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.data.divided_sampler import Shard, StepDegrees
 from lightning_cp.data.keyed_random import hashed_seed
-from lightning_cp.data.step_degrees import Shard, StepDegrees
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.engine.session import Session

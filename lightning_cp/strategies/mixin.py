@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
+from lightning_cp.data.divided_sampler import StepDegrees
 from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
-from lightning_cp.data.step_degrees import StepDegrees
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.attention.stand_ins import SHARED_SAMPLES, install_stand_ins, release_stand_ins
 from lightning_cp.launch.stall import stop_watch

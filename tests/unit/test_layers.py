@@ -69,7 +69,7 @@ MAX_LINES = {
     "checkpoint": 1440,
     "comm": 1360,
     "compat": 1250,
-    "data": 2000,
+    "data": 1940,
     "engine": 7660,
     "finetune": 15150,
     "kernels": 790,

@@ -9,8 +9,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.data import BucketBatchSampler
-from lightning_cp.data.batch_division import BatchDivision
-from lightning_cp.data.divided_sampler import DividedBatchSampler
+from lightning_cp.data.divided_sampler import BatchDivision, DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.files import read_json
 from lightning_cp.finetune.divided_data import needs_division, step_degrees

@@ -26,8 +26,8 @@ from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader
 from lightning_cp.data.divided_sampler import DividedBatchSampler
+from lightning_cp.data.random_state import seeds_of_loader
 from lightning_cp.data.sampler import OrderSampler
-from lightning_cp.data.workers import seeds_of_loader
 from lightning_cp.engine.recompute import checkpoint_blocks
 from lightning_cp.finetune.divided_data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch

@@ -36,7 +36,7 @@ class DividedBatch:
 
     Args:
         parts: the parts.
-        degree: context degree of the step, see `lightning_cp.data.step_degrees`.
+        degree: context degree of the step, see `lightning_cp.data.divided_sampler`.
         seed: seed of random numbers such as dropout, the same on all ranks that share the samples.
     """
 

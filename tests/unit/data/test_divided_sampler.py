@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_cp.data import BucketBatchSampler
-from lightning_cp.data.batch_division import BatchDivision
-from lightning_cp.data.divided_sampler import DividedBatchSampler, DrawnSample
-from lightning_cp.data.step_degrees import Shard, StepDegrees
+from lightning_cp.data.divided_sampler import BatchDivision, DividedBatchSampler, DrawnSample, Shard, StepDegrees
 
 TOKENS = [*[64] * 9, *[256] * 5, *[1024] * 3, 4096, *[512] * 5]  # 23 samples of 5 sizes
 
