@@ -9,8 +9,7 @@ from lightning_cp.device_profile import device_type
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
-from lightning_cp.kernels.sage import SageKernel
-from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel
+from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel, SageKernel
 
 # In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (

@@ -15,7 +15,7 @@ from lightning_cp.attention.call import settings_of
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels import attend, choice
 from lightning_cp.kernels.math import MathKernel
-from lightning_cp.kernels.sage import SageKernel
+from lightning_cp.kernels.torch_kernels import SageKernel
 from lightning_cp.mesh.groups import SINGLE_RANK
 
 MATH = MathKernel()
