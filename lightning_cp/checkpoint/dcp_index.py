@@ -32,6 +32,21 @@ _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICOD
 # Opcodes that take objects from the stack, and how many; 0: those above the last mark.
 _TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "TUPLE": 0, "APPENDS": 0, "SETITEMS": 0}
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+INDEX = ".metadata"
+_MAX_BYTES, _MAX_DIMS, _MAX_INT = 1 << 31, 64, (1 << 63) - 1
+_DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+_NAMES = frozenset(
+    [
+        *(f"{metadata.__name__}.{name}" for name, x in vars(metadata).items() if isinstance(x, type)),
+        *PICKLED_NAMES,
+        *_DTYPES,
+        "torch.Size",
+        "collections.OrderedDict",
+        "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    ]
+)
 
 
 class UnknownNameError(Exception):
@@ -131,23 +146,6 @@ def _add(target: Any, items: list[Any], *, to_dict: bool) -> None:
         if type(key) not in (str, int, Record):  # the hash of a deeply nested tuple overflows the stack
             raise pickle.UnpicklingError(f"a dict has a key of the unsupported type {type(key).__name__}")
         target[key] = value
-
-
-INDEX = ".metadata"
-_MAX_BYTES, _MAX_DIMS, _MAX_INT = 1 << 31, 64, (1 << 63) - 1
-_DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
-_NAMES = frozenset(
-    [
-        *(f"{metadata.__name__}.{name}" for name, x in vars(metadata).items() if isinstance(x, type)),
-        *PICKLED_NAMES,
-        *_DTYPES,
-        "torch.Size",
-        "collections.OrderedDict",
-        "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ]
-)
 
 
 class _DamagedError(Exception):

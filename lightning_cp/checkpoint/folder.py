@@ -18,6 +18,11 @@ from lightning_cp.locks import lock, unlock
 
 _OWNER = ".owner"
 _IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # long for other hosts: some file systems do not share locks
+EARLIER_KEPT = "Earlier checkpoints are kept"
+_OLDER_KEPT = "An older version of it is unchanged"
+_REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
+_locks: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
+_PREFIX = "lightning_cp_run_"
 
 
 def lock_new_folder(make: Callable[[], Path]) -> tuple[Path, int]:
@@ -74,12 +79,6 @@ def _wait_s(folder: Path) -> float:
     if not name:  # it is being made, or its process was killed before it wrote the name
         return _IDLE_S
     return -1.0 if name == socket.gethostname() else _FOREIGN_IDLE_S
-
-
-EARLIER_KEPT = "Earlier checkpoints are kept"
-_OLDER_KEPT = "An older version of it is unchanged"
-_REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
-_locks: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
@@ -257,9 +256,6 @@ def atomic_folder(folder: Path, *, replaces: str = "") -> Iterator[Path]:
         if old.name not in written:
             remove(old)
     scratch.rmdir()
-
-
-_PREFIX = "lightning_cp_run_"
 
 
 @contextmanager

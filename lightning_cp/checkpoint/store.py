@@ -43,6 +43,7 @@ from lightning_cp.checkpoint.manifest import (
 )
 
 _FILE_BYTES = 1 << 30  # of one file of a rank: torch has it in memory three times while it is written
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,6 @@ class _Writer(HuggingFaceStorageWriter):
         by_rank = cast("list[list[dict[str, FileEntry]]]", results)
         files = {name: entry for (written,) in by_rank for name, entry in written.items()}
         seal(self._parent, Manifest(self._step, time.time(), files, self._facts), keep=self._keep)
-
-
-_PLAIN = (str, int, float, bool, type(None))
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:

@@ -14,6 +14,7 @@ from lightning_cp.comm.transfer import gather_flat
 from lightning_cp.device_profile import device_type
 
 _ALIGNMENT_BYTES = 16  # a valid start address for every dtype
+_KEPT_BYTES, _KEPT = 64 << 20, 32
 
 
 class Piece(NamedTuple):
@@ -102,9 +103,6 @@ def all_gather_tensors(
         gather_flat(packet, received, sizes_bytes, group=group).wait()
         packets = torch.split(received, sizes_bytes)
     return [unpack_tensors(packet, layout) for packet, layout in zip(packets, layouts, strict=True)]
-
-
-_KEPT_BYTES, _KEPT = 64 << 20, 32
 
 
 class Buffers:

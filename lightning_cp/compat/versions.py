@@ -16,6 +16,8 @@ TESTED = {
     "diffusers": ("0.42.1", "0.42.1"),
     "accelerate": ("1.0.0", "1.15.0"),
 }
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow", "hydra": "hydra-core", "imageio": "imageio[ffmpeg]"}
+_BACKEND = re.compile(r"requires the (\w+) library but it was not found")  # an ImportError of diffusers
 
 
 class IncompatibleVersionError(ImportError):
@@ -76,10 +78,6 @@ def private_names(package: str) -> Iterator[None]:
         if isinstance(error, IncompatibleVersionError) or missing == package or missing.split(".")[0] != package:
             raise  # it, or another package, is not installed
         raise incompatible(package, str(error)) from error
-
-
-_DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow", "hydra": "hydra-core", "imageio": "imageio[ffmpeg]"}
-_BACKEND = re.compile(r"requires the (\w+) library but it was not found")  # an ImportError of diffusers
 
 
 def install_command(package: str) -> str:

@@ -19,6 +19,8 @@ from lightning_cp.data.bucket_sampler import digest
 from lightning_cp.data.sampler import BucketOrder, Indices, OrderSampler, bucket_members
 
 REDUCTIONS = ("samples", "tokens")
+_log = logging.getLogger("lightning.fabric.divided_batches")  # child of a logger with a handler
+_REPORTED = 200  # batches that a report reads
 
 
 class Part(NamedTuple):
@@ -185,10 +187,6 @@ class StepDegrees:
             ((limit, degree) for limit, degree in self.by_tokens.items() if tokens <= limit),
             default=(0, max(self.shards)),
         )[1]
-
-
-_log = logging.getLogger("lightning.fabric.divided_batches")  # child of a logger with a handler
-_REPORTED = 200  # batches that a report reads
 
 
 class DrawnSample(NamedTuple):

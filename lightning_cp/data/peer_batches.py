@@ -18,6 +18,12 @@ from lightning_cp.data.sampler import EndlessBatches, OrderSampler, UnsizedBatch
 from lightning_cp.errors import DataError
 from lightning_cp.mesh.groups import MeshGroups
 
+Order = Iterable[Any]
+_FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries per broadcast; each chunk is twice as large as the previous one
+_COMPARED = 8  # batches (or indices) compared between data groups
+_RECORDER = "_IndexBatchSamplerWrapper"  # matched by name: it is in lightning.pytorch, which Fabric does not import
+_SAME_ON_ALL_RANKS = (OrderSampler, EndlessBatches, UnsizedBatches)
+
 
 class EqualDraws(WrappedSampler):
     """Iterate over a sampler with global random states that depend on a seed and the epoch only.
@@ -90,14 +96,6 @@ class GroupBatches(WrappedSampler):
             if len(one_round) <= self.data_rank:
                 return
             yield one_round[self.data_rank]
-
-
-Order = Iterable[Any]
-
-_FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries per broadcast; each chunk is twice as large as the previous one
-_COMPARED = 8  # batches (or indices) compared between data groups
-_RECORDER = "_IndexBatchSamplerWrapper"  # matched by name: it is in lightning.pytorch, which Fabric does not import
-_SAME_ON_ALL_RANKS = (OrderSampler, EndlessBatches, UnsizedBatches)
 
 
 def is_custom(batch_sampler: object) -> bool:

@@ -24,6 +24,12 @@ from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import replace
 
 State = dict[str, Any]
+# Seed a generator with 64 bits, by its name in a state. Seeding torch seeds the GPU's generator too.
+_SEED: dict[str, Callable[[int], object]] = {
+    "torch": lambda seed: torch.manual_seed(seed >> 1),
+    "python": random.seed,
+    "numpy": lambda seed: np.random.seed(seed % 2**32),
+}
 
 
 def get_random_state() -> State:
@@ -134,14 +140,6 @@ def seeded(*numbers: int) -> Iterator[None]:
 def is_same_state(a: State, b: State) -> bool:
     """Return True if two states are equal."""
     return _digest(a) == _digest(b)
-
-
-# Seed a generator with 64 bits, by its name in a state. Seeding torch seeds the GPU's generator too.
-_SEED: dict[str, Callable[[int], object]] = {
-    "torch": lambda seed: torch.manual_seed(seed >> 1),
-    "python": random.seed,
-    "numpy": lambda seed: np.random.seed(seed % 2**32),
-}
 
 
 class RandomStates:

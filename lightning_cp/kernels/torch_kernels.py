@@ -15,6 +15,10 @@ from lightning_cp.device_profile import compute_capability, is_assumed
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
+_LSE_ALIGNMENT = 32  # in queries: the kernel pads lse to it, and expects it padded
+_BIAS_ALIGNMENT = 8  # in keys: width of the kernel's loads of the bias
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class CudaFlashKernel:
     """Half-precision kernel without masks; head sizes up to 256 are padded to a multiple of 8."""
@@ -152,10 +156,6 @@ class CudnnKernel:
         return Grads(*(x[..., :d].transpose(1, 2) for x in grads))
 
 
-_LSE_ALIGNMENT = 32  # in queries: the kernel pads lse to it, and expects it padded
-_BIAS_ALIGNMENT = 8  # in keys: width of the kernel's loads of the bias
-
-
 class EfficientKernel:
     """Kernel for float32 and half precision, with masks; the only built-in CUDA kernel that supports both."""
 
@@ -220,9 +220,6 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     sk = k.shape[2]
     padded = F.pad(mask.to(q.dtype), (0, -sk % _BIAS_ALIGNMENT))
     return padded[..., :sk].expand(q.shape[0], q.shape[1], q.shape[2], sk)
-
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuFlashKernel:

@@ -26,6 +26,10 @@ from typing import Any, Self
 CHANNEL = "LIGHTNING_CP_CHANNEL"  # environment variable: descriptor of the pipe's write end
 _SEND_TIMEOUT_S = 5.0  # wait for a launcher that does not read, for instance because it is stopped
 _HIGHEST = 4095  # highest descriptor number of the pipe
+_POLL_S = 1.0
+# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
+# (sbatch --signal=USR1@60).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Channel:
@@ -144,9 +148,6 @@ def _parse(line: bytes) -> Any:
 _channel: Channel | None = None
 
 
-_POLL_S = 1.0
-
-
 def end_with_launcher(read_end: int) -> None:
     """Kill this process and its process group, which has its children, when the launcher has ended, even by SIGKILL.
 
@@ -186,11 +187,6 @@ def _kill() -> None:
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
-# (sbatch --signal=USR1@60).
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(Exception):

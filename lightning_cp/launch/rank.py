@@ -31,6 +31,7 @@ from lightning_cp.launch.rendezvous import take_listener
 
 Target = Callable[[Path], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
+_ports: list[int] = []  # ports for this process's later jobs; the first job uses the launcher's MASTER_PORT
 
 
 def load_target(target: str) -> Target:
@@ -230,9 +231,6 @@ class ExternalLauncher(Launcher):
                     failure = replace(failure, traceback=f"Its traceback: {write_traceback(failure, job.log_dir)}")
             return Result(failure)
         return Result()
-
-
-_ports: list[int] = []  # ports for this process's later jobs; the first job uses the launcher's MASTER_PORT
 
 
 @contextmanager

@@ -33,6 +33,8 @@ _TORCH_DIRS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).p
 _PACKAGE_DIR, _STDLIB_DIR = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 BACKWARD = "_engine_run_backward"  # torch function that runs backward in C++; DDP and FSDP average gradients inside it
 _WRAPPERS = ("wrapper", "inner", "_call_impl", "_wrapped_call_impl")
+_OTHERS = "a rank without such a warning has not joined: it is elsewhere, has exited, is frozen or cannot be reached"
+_GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,6 @@ def _frames_outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-_OTHERS = "a rank without such a warning has not joined: it is elsewhere, has exited, is frozen or cannot be reached"
-_GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 
 
 class _WatchThread(threading.Thread):

@@ -10,6 +10,8 @@ from typing import Any
 from lightning_cp.rules import Integer
 
 AUTO = "auto"  # let the planner choose ring and Ulysses degrees
+Shares = tuple[int, ...]
+_LARGEST = 10**6  # weights are rounded to 6 digits, so that their products with token counts fit 64 bits
 
 
 def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
@@ -59,11 +61,6 @@ def _check_alone(degrees: object, **others: object) -> None:
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"degrees={degrees} does not work with {name}: leave one of them out")
-
-
-Shares = tuple[int, ...]
-
-_LARGEST = 10**6  # weights are rounded to 6 digits, so that their products with token counts fit 64 bits
 
 
 def check_shares(shares: object, *, ring: int, ulysses: int) -> Shares | None:

@@ -17,6 +17,10 @@ from lightning_cp.undoable import Undo, intercept_method, set_attribute, undo_al
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import CallQueue, Rehearsal, TileWorker, resolve_deferred
 
+_IMAGE_LOOPS = ("_tiled_encode", "tiled_encode", "tiled_decode")
+_VIDEO_LOOPS = ("tiled_encode", "_temporal_tiled_encode", "tiled_decode", "_temporal_tiled_decode")
+_PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # they call F.scaled_dot_product_attention
+
 
 @dataclass(frozen=True)
 class VaeClass:
@@ -43,8 +47,6 @@ class VaeClass:
     drops_frames: str = ""
 
 
-_IMAGE_LOOPS = ("_tiled_encode", "tiled_encode", "tiled_decode")
-_VIDEO_LOOPS = ("tiled_encode", "_temporal_tiled_encode", "tiled_decode", "_temporal_tiled_decode")
 _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
@@ -65,7 +67,6 @@ CLASSES: dict[str, VaeClass] = {
     "AutoencoderKLQwenImage21": VaeClass(patched=True),
     "AutoencoderKLWan": VaeClass(patched=True),
 }
-_PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # they call F.scaled_dot_product_attention
 
 
 def vae_class_of(vae: nn.Module) -> VaeClass:

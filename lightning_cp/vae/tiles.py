@@ -24,6 +24,10 @@ from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import of_type, replace
 
 _MISSING = object()
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MAX_DIMS = 5
+# Fields of a result's layout: dtype, number of dims, then sizes and dim indices, both outermost in memory first.
+_FIELDS = 2 + 2 * _MAX_DIMS
 
 
 @dataclass(eq=False)
@@ -237,12 +241,6 @@ def resolve_deferred(nest: Any) -> Any:
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*resolve_deferred(args), **resolve_deferred(kwargs))
-
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_MAX_DIMS = 5
-# Fields of a result's layout: dtype, number of dims, then sizes and dim indices, both outermost in memory first.
-_FIELDS = 2 + 2 * _MAX_DIMS
 
 
 def owners(costs: dict[int, int], ranks: int, shares: Shares | None = None) -> dict[int, int]:
