@@ -17,11 +17,9 @@ class Rule(Protocol):
 
     def passes(self, value: Any) -> bool:
         """Return True if the value is valid."""
-        ...
 
     def describe(self) -> str:
         """Describe the valid values; the text follows "must be" in error messages."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -210,11 +210,9 @@ class BucketedData(Protocol):
     @property
     def buckets(self) -> Sequence[Hashable]:
         """Key of each sample; samples with equal keys can be in one batch."""
-        ...
 
     def collate(self, samples: list[Any], /) -> Any:
         """Build a batch from a list of samples (DataLoader's `collate_fn`)."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -227,12 +225,10 @@ class DataRanks(Protocol):
     @property
     def data_rank(self) -> int:
         """Index of this rank's context group."""
-        ...
 
     @property
     def data_size(self) -> int:
         """Number of context groups."""
-        ...
 
 
 def bucket_loader(

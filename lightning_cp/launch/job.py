@@ -104,4 +104,3 @@ class Launcher(Protocol):
 
     def launch(self, job: Job) -> Result:
         """Run the job to its end. No rank is running when it returns."""
-        ...

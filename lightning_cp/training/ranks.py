@@ -26,33 +26,26 @@ class Ranks(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
-        ...
 
     @property
     def global_rank(self) -> int:
         """Global index of this rank."""
-        ...
 
     @property
     def is_global_zero(self) -> bool:
         """True on global rank 0, which writes files and prints."""
-        ...
 
     def all_reduce(self, data: Any, *, reduce_op: str) -> Any:
         """Reduce a tensor with `reduce_op` "sum" (over the data groups) or "mean" (over all ranks)."""
-        ...
 
     def all_gather(self, data: Any) -> Any:
         """Gather a tensor from the data groups: [data groups, ...]; with a single device, the tensor as it is."""
-        ...
 
     def broadcast(self, obj: T) -> T:
         """Return the first rank's object on every rank."""
-        ...
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        ...
 
 
 @dataclass(frozen=True)
