@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,6 +33,7 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.dcp_index import read_dcp_index
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.store import reraise_as
 from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, loading_distributed_checkpoints_with
 
 _EXTRA = "meta.pt"  # Lightning's file for values other than sharded tensors
@@ -90,12 +90,8 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
                 if _has_prefix(keys, f"{name}.state.{parameter}.")
             }
     reader = _Reader(path, index)
-    try:
+    with reraise_as(CheckpointError, f"{path} cannot be loaded", _reason):
         load(state, storage_reader=reader, planner=_Planner())
-    except CheckpointException as error:  # a BaseException
-        reasons = {rank: _reason(failure) for rank, (failure, _) in sorted(error.failures.items())}
-        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        raise CheckpointError(f"{path} cannot be loaded: {listed}") from error
 
 
 class _Reader(FileSystemReader):

@@ -123,12 +123,15 @@ def _ignore_warning_of_one_process() -> None:
 
 
 @contextmanager
-def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
-    """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch."""
+def reraise_as(kind: type[Exception], text: str, show: Callable[[BaseException], str] = repr) -> Iterator[None]:
+    """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch.
+
+    Args: show: text of a rank's error.
+    """
     try:
         yield
     except CheckpointException as error:
-        messages = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
+        messages = "; ".join(f"rank {rank}: {show(failure)}" for rank, (failure, _) in sorted(error.failures.items()))
         raise kind(f"{text}: {messages}") from error
 
 
