@@ -44,10 +44,8 @@ class MathKernel:
     ) -> Grads:
         scores = _scores(query, key, mask, causal, scale)
         accumulation_dtype = scores.dtype
-        grad_out, delta = (
-            grad_out.to(accumulation_dtype),
-            (grad_out.to(accumulation_dtype) * part.out.to(accumulation_dtype)).sum(-1),
-        )
+        grad_out = grad_out.to(accumulation_dtype)
+        delta = (grad_out * part.out.to(accumulation_dtype)).sum(-1)
         weights = (scores - part.lse.to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
         grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad_out, value.to(accumulation_dtype))
         grad_scores = weights * (grad_weights - delta.transpose(1, 2).unsqueeze(-1)) * scale
