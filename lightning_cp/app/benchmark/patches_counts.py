@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.config import ContextParallelConfig
@@ -25,6 +25,7 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
+from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it
@@ -120,42 +121,22 @@ def table(counts: ByteCounts, size: Size) -> list[str]:
 
 def flux() -> tuple[nn.Module, dict[str, Any], Size]:
     """FLUX.1-dev for a picture of 1024 x 1024 pixels, with 512 text tokens."""
-    from diffusers import FluxTransformer2DModel
-
-    arguments = {
-        "hidden_states": _empty(1, 4096, 64),
-        "encoder_hidden_states": _empty(1, 512, 4096),
-        "pooled_projections": _empty(1, 768),
-        "timestep": _empty(1),
-        "guidance": _empty(1),
-        "img_ids": _empty(4096, 3),
-        "txt_ids": _empty(512, 3),
-    }
-    return _on_meta(lambda: FluxTransformer2DModel(guidance_embeds=True)), arguments, Size(4096 + 512, 57, 3072)
+    planned = diffusers_model("FluxTransformer2DModel", {"guidance_embeds": True}, MediaSize(1024, 1024, text=512))
+    return _on_meta(planned), of_dtype(planned.inputs, torch.bfloat16), Size(4096 + 512, 57, 3072)
 
 
 def wan() -> tuple[nn.Module, dict[str, Any], Size]:
     """Wan 2.1 14B for a clip of 81 frames of 720 x 1280 pixels: cross-attention to text is not buffered."""
-    from diffusers import WanTransformer3DModel
-
-    arguments = {
-        "hidden_states": _empty(1, 16, 21, 90, 160),
-        "encoder_hidden_states": _empty(1, 512, 4096),
-        "timestep": _empty(1),
-    }
-    return _on_meta(WanTransformer3DModel), arguments, Size(21 * 45 * 80, 40, 5120)
+    planned = diffusers_model("WanTransformer3DModel", {}, MediaSize(720, 1280, 81, text=512))
+    return _on_meta(planned), of_dtype(planned.inputs, torch.bfloat16), Size(21 * 45 * 80, 40, 5120)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any], Size]]] = {"flux": flux, "wan": wan}
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def _on_meta(planned: PlannedModel) -> nn.Module:
     with default_dtype(torch.bfloat16), torch.device("meta"):
-        return build().eval()
+        return planned.build().eval()
 
 
 def _bytes(tensors: Any) -> int:
