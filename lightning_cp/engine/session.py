@@ -233,14 +233,13 @@ class Session:
         self.call, self.forwards = outer, self.forwards - 1
 
     @contextmanager
-    def evaluating(self, evaluation: Evaluation | None, *, peers: PeerCheck | None = None) -> Iterator[None]:
-        """Compute forwards of an evaluation in patches in this context. Args: peers: used in place of `self.peers`."""
-        before = self.evaluation, self.peers
-        self.evaluation, self.peers = evaluation, peers or self.peers
+    def evaluating(self, evaluation: Evaluation | None) -> Iterator[None]:
+        """Compute forwards of an evaluation in patches in this context."""
+        before, self.evaluation = self.evaluation, evaluation
         try:
             yield
         finally:
-            self.evaluation, self.peers = before
+            self.evaluation = before
 
     @contextmanager
     def sharing_batch(self, groups: MeshGroups) -> Iterator[None]:

@@ -18,6 +18,6 @@ PLANS = {
         gather={"blocks.-1": split(1, "audio")},
         main="audio",
         unused=("latent_embed.*", "latent_cond_embedder.*"),
-        patches=patches("audio"),
+        patches=patches("audio", overlaps=False),
     ),
 }

@@ -18,7 +18,9 @@ PLANS = {
     "Lumina2Transformer2DModel": Plan(
         blocks={"layers": _ARGUMENTS},
         gather={"norm_out": split(1, "image")},
-        patches=patches("image", once=("context_refiner.*", "noise_refiner.*"), masks=("encoder_attention_mask",)),
+        patches=patches(
+            "image", once=("context_refiner.*", "noise_refiner.*"), masks=("encoder_attention_mask",), overlaps=False
+        ),
     ),
     "LuminaNextDiT2DModel": Plan(
         blocks={"layers": {**_ARGUMENTS, "cross_attention_kwargs": {_BASE: kept(_BASE)}}},

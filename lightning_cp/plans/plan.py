@@ -195,6 +195,8 @@ class Patches:
         alternate: the lists of blocks take turns in the forward.
         multiple: for models that get lists of samples: each is padded to a multiple of so many tokens, and all to the
             longest of the call.
+        overlaps: False: before its blocks, the model mixes tokens of all patches (a refiner of image tokens, for
+            example), so a patch of a step needs all patches of the step before.
     """
 
     order: Modalities
@@ -204,6 +206,7 @@ class Patches:
     masks: tuple[str, ...] = ()
     alternate: bool = False
     multiple: int | None = None
+    overlaps: bool = True
 
 
 def patches(*order: str, **others: Any) -> Patches:

@@ -19,6 +19,8 @@ PLANS = {
         },
         whole={"all_final_layer.*": Whole({"x": split(1, "image")})},
         gather={},
-        patches=patches("image", once=("noise_refiner.*", "context_refiner.*", "siglip_refiner.*"), multiple=32),
+        patches=patches(
+            "image", once=("noise_refiner.*", "context_refiner.*", "siglip_refiner.*"), multiple=32, overlaps=False
+        ),
     ),
 }

@@ -32,6 +32,7 @@ from lightning_cp.undoable import undo_all
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
+from tests.overlapping import outputs_in_patches
 
 _SUPPORTED = [name for name, tiny in TINY.items() if REGISTERED[tiny.kind].patches is not None]
 _DEFAULT = (
@@ -89,6 +90,34 @@ def test_patches_of_equal_inputs_give_the_plain_result(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
     for patches in (2, 3, 5):
         assert _error(alone, _in_patches(model, arguments, patches, _order(model))) < 1e-12, f"{patches} patches"
+
+
+def _in_overlapping_steps(name: str, patches: int = 2) -> float:
+    """The largest error of patches on stages that know some or none of the latents."""
+    model, arguments, alone = _parallel(name, ContextParallelConfig())
+    installed = installed_on(model)
+    assert installed is not None
+    with KeepFloat64():
+        found = outputs_in_patches(installed, (), arguments, overlaps=True, patches=patches)
+    assert _error(alone, found.pop("all latents")) < 1e-12
+    return max(_error(alone, outputs) for outputs in found.values())
+
+
+_WAITING = [kind for kind, plan in REGISTERED.items() if plan.patches is not None and not plan.patches.overlaps]
+_OVERLAPPING = [name for name in _SUPPORTED if TINY[name].kind not in _WAITING]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _OVERLAPPING]
+)
+def test_a_patch_needs_its_own_and_earlier_latents_only(name: str) -> None:
+    """So a step may begin before the step before is complete. A plan that fails here must say `overlaps=False`."""
+    assert _in_overlapping_steps(name) < 1e-12
+
+
+@pytest.mark.parametrize("kind", _WAITING)
+def test_plans_say_that_steps_cannot_overlap_only_where_patches_are_mixed(kind: str) -> None:
+    assert _in_overlapping_steps(FIRST[kind], patches=5) > 1e-3  # Z-Image pads to 32 tokens: several need real ones
 
 
 @contextmanager

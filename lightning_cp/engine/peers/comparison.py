@@ -24,7 +24,7 @@ from lightning_cp.config import CHECK_PEERS
 from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values, sampled_difference
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups
+from lightning_cp.mesh.groups import MeshGroups
 
 Digest = tuple[str, list[float]]
 
@@ -91,10 +91,6 @@ class PeerCheck:
             self._siblings[groups.name] = PeerCheck(groups, self._names, self._check_peers)
             self._siblings[groups.name]._siblings = self._siblings
         return self._siblings[groups.name]
-
-    def of_one_rank(self) -> PeerCheck:
-        """Return a check that compares nothing."""
-        return PeerCheck(SINGLE_RANK, self._names, "off")
 
     @property
     def is_on(self) -> bool:

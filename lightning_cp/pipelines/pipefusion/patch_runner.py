@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_cp.engine.installed import Installed
 from lightning_cp.errors import PlanError, ShapeError
@@ -21,7 +20,7 @@ from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
 from lightning_cp.pipelines.lazy_tensor import with_buffers
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation, current_evaluation
+from lightning_cp.pipelines.pipefusion.evaluation import current_evaluation
 from lightning_cp.pipelines.pipefusion.links import StageFailedError
 from lightning_cp.pipelines.pipefusion.once_per_step import run_once
 from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
@@ -41,11 +40,6 @@ class _Forward(NamedTuple):
     kwargs: dict[str, Any]
     patch: int | None
     key: Hashable
-
-
-def _knows_all(number: int) -> list[Tensor]:
-    """Return what `PatchRunner._compute_start` does if no argument is NaN: another branch computes this call."""
-    return []
 
 
 @dataclass(eq=False)
@@ -132,10 +126,9 @@ class PatchRunner:
         if self.results is None:
             return self._run_in(branch, partial(self._run, compute, forwards))
         assert self.stage is not None, "only a stage has results"
-        start = (
-            partial(self._compute_start, compute, forwards, self.branches.new_evaluation()) if is_own else _knows_all
-        )
-        self.results.enter(self.stage, (key, len(forwards)), branch.owner, call, start)
+        plan = self.installed.rules.patches
+        overlaps = self.patches == 1 or (plan is not None and plan.overlaps)
+        self.results.enter(self.stage, (key, len(forwards)), call, overlaps=overlaps)
         if is_own:
             return self._run_in(branch, partial(self._run_stage, compute, forwards, key, branch.owner))
         branch.done += 1
@@ -211,22 +204,6 @@ class PatchRunner:
             except ShapeError as error:
                 stage.error = error
         return results.finish(result, output, samples)
-
-    def _compute_start(
-        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: PatchEvaluation, number: int
-    ) -> list[Tensor] | None:
-        """Run a forward without the blocks, with zeros in place of their outputs.
-
-        Args: evaluation: the same for all forwards, which are run in order: some modules run in the first one only.
-        Returns: on the last stage, the tensors of the output; on other stages, nothing. None: an argument of this
-            stage's blocks is NaN.
-        """
-        session, forward, stage = self.installed.session, forwards[number], self.stage
-        assert stage is not None, "the steps of a single stage do not overlap"
-        if forward.patch is not None:
-            evaluation.begin(forward.patch)
-        with session.evaluating(None if forward.patch is None else evaluation, peers=session.peers.of_one_rank()):
-            return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
 
 
 def _unless_interrupted(votes: Votes, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ from lightning_cp.comm.packet import Layout
 
 # For each tensor of a result, the flat positions [n] of a piece's elements.
 Positions = list[Tensor]
+
+
+class ResultPieces(NamedTuple):
+    """The pieces of a result.
+
+    Attributes:
+        numbers: for each tensor, the number of the piece of each element, int16 on the host.
+        positions: for each piece, the positions of its elements, on the device of the result.
+    """
+
+    numbers: list[Tensor]
+    positions: list[Positions]
 
 
 def parts_of_patches(known: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:

@@ -20,7 +20,12 @@ from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh.sample_groups import StageGroup
 from lightning_cp.pipelines.pipefusion.links import check_same, receive_object, send_object
 from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
-from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
+from lightning_cp.pipelines.pipefusion.result_pieces import (
+    ResultPieces,
+    parts_of_patches,
+    parts_of_samples,
+    positions_of,
+)
 from lightning_cp.pipelines.pipefusion.stages import BlockStage
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors
 
@@ -35,7 +40,7 @@ class CallResult:
         stage: this rank's stage of the transformer.
         key: identifies the transformer, and the shapes of the call.
         owner: the CFG branch that computes the call.
-        pieces: the positions of each piece; empty: the result is sent whole.
+        pieces: the pieces of its tensors; None: the result is sent whole.
         forwards: number of forwards of the call; each gives a piece.
         learns: True if the positions of its pieces are found out in this call.
         tensors: the tensors of the whole result, filled piece by piece.
@@ -49,7 +54,7 @@ class CallResult:
     stage: BlockStage
     key: Hashable
     owner: int
-    pieces: list[Positions]
+    pieces: ResultPieces | None
     forwards: int
     learns: bool
     tensors: list[Tensor] = field(default_factory=list)
@@ -79,7 +84,7 @@ class ResultTransfers:
     control: dist.ProcessGroup
     branch: int = 0
     _forms: dict[Hashable, Form] = field(default_factory=dict)
-    _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
+    _pieces: dict[Hashable, ResultPieces] = field(default_factory=dict)
     _delayed: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -94,15 +99,15 @@ class ResultTransfers:
     def _source(self, result: CallResult) -> int:
         return (result.owner + 1) * self.stages.num_stages - 1
 
-    def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
-        """Return the positions of each piece of a result; empty if they are not known."""
-        return self._pieces.get((id(stage), key), [])
+    def pieces_of(self, stage: BlockStage, key: Hashable) -> ResultPieces | None:
+        """Return the pieces of a result; None if they are not known."""
+        return self._pieces.get((id(stage), key))
 
     def forget_oldest(self) -> None:
         """Forget the shapes and positions of the oldest results. Ranks: see `result_layout.forget_oldest`."""
         forget_oldest(self._forms)
         self._pieces = {key: pieces for key, pieces in self._pieces.items() if key in self._forms}  # `put` needs both
-        sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]
+        sizes = [sum(x.nbytes for piece in pieces.positions for x in piece) for pieces in self._pieces.values()]
         newest = takewhile(lambda total: total <= _MOST_BYTES, accumulate(reversed(sizes)))
         forget_oldest(self._pieces, max(sum(1 for _ in newest), 1))
 
@@ -114,9 +119,9 @@ class ResultTransfers:
             owner: the CFG branch that computes it.
             in_pieces: send a piece after each forward, if its positions are known.
         """
-        pieces = self.pieces_of(stage, key) if in_pieces else []
+        pieces = self.pieces_of(stage, key) if in_pieces else None
         result = CallResult(
-            stage, (id(stage), key), owner, pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
+            stage, (id(stage), key), owner, pieces, forwards, learns=in_pieces and forwards > 1 and pieces is None
         )
         if result.key in self._forms:
             result.tensors = [x.zero_() for x in self._forms[result.key].empty()]
@@ -132,9 +137,9 @@ class ResultTransfers:
         tensors = [] if output is None else form_and_tensors(output)[1]
         if result.learns and is_whole:
             result.known.append([~x.isnan() for x in tensors])
-        if not result.pieces:
+        if result.pieces is None:
             return
-        positions = result.pieces[number]
+        positions = result.pieces.positions[number]
         layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
         if not self.is_source(result):
             self._delayed.append(partial(self._start_receive, result, layout))
@@ -190,9 +195,9 @@ class ResultTransfers:
                 stage.error = error
         if is_source:
             result.failed = result.failed or stage.error is not None
-        if not result.pieces and is_source:
+        if result.pieces is None and is_source:
             self._send(result, result.tensors, form.layout)
-        elif not result.pieces:
+        elif result.pieces is None:
             self._start_receive(result, form.layout)
         if result.learns:
             parts = (
@@ -201,7 +206,10 @@ class ResultTransfers:
                 else self._broadcast(parts_of_patches(result.known), result)
             )
             if parts is not None:
-                self._pieces[key] = positions_of(parts, result.forwards, form.device)
+                positions = positions_of(parts, result.forwards, form.device)
+                self._pieces[key] = ResultPieces(
+                    [x.view(p.shape) for x, p in zip(parts, form.layout, strict=True)], positions
+                )
         return form
 
     def take(self, result: CallResult, stop: int | None = None) -> bool:
@@ -210,7 +218,7 @@ class ResultTransfers:
         while result.incoming and (stop is None or result.taken < stop):
             packet, pending = result.incoming.pop(0)
             pending.wait()
-            positions = result.pieces[result.taken] if result.pieces else None
+            positions = None if result.pieces is None else result.pieces.positions[result.taken]
             shapes = [tuple(x.shape) for x in (result.tensors if positions is None else positions)]
             layout = [Piece(shape, x.dtype) for shape, x in zip(shapes, result.tensors, strict=True)]
             values, has_failed = read_packet(packet, layout)

@@ -20,25 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.comm.transfer import Pending
-from lightning_cp.compat.torch_names import aten, is_functional
+from lightning_cp.compat.torch_names import is_functional
 from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
 from lightning_cp.pipelines.pipefusion.result_transfers import CallResult, ResultTransfers
 from lightning_cp.pipelines.pipefusion.stages import BlockStage
-from lightning_cp.pipelines.pipefusion.step_overlap import ComputeStart, describe, have_pieces, is_independent
-from lightning_cp.pipelines.result_layout import forget_oldest
-
-_aten = torch.ops.aten
-# Operators besides elementwise ones that schedulers and guidance use. (einsum is a bmm.) Modules use others, and wait.
-_COPIES = (aten("_to_copy"), _aten.clone, _aten.repeat, _aten.cat, _aten.stack, _aten.bmm)
-_REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
-_DEFERRED = frozenset((*_COPIES, *_REDUCTIONS))
-# Elementwise operators whose result may be a number if an argument is NaN: the trial of step_overlap.py looks for NaN.
-_HIDE_NAN = frozenset(
-    (_aten.copysign, _aten.fmax, _aten.fmin, _aten.heaviside, _aten.nan_to_num, _aten.sgn, _aten.sign)
-)
+from lightning_cp.pipelines.pipefusion.step_overlap import CARRIERS, PieceLabels
 
 
 @dataclass(eq=False)
@@ -62,6 +51,7 @@ class StageResults(LazyResults):
         steps: the steps with results that are not complete on all stages.
         count: number of results since the pipeline is parallel.
         started: their number when the current step began. complete: their number that are complete.
+        labels: the pieces of the results that lazy tensors depend on.
     """
 
     transfers: ResultTransfers
@@ -73,7 +63,7 @@ class StageResults(LazyResults):
     count: int = 0
     started: int = 0
     complete: int = 0
-    _independent: dict[Hashable, bool] = field(default_factory=dict)
+    labels: PieceLabels = field(default_factory=PieceLabels)
     _stages: list[BlockStage] = field(default_factory=list)
     _unread: list[Pending] = field(default_factory=list)
 
@@ -91,13 +81,13 @@ class StageResults(LazyResults):
 
     @override
     def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
-        packet = function.overloadpacket
-        is_pointwise = torch.Tag.pointwise in function.tags and packet not in _HIDE_NAN
-        return is_functional(function) and (is_pointwise or packet in _DEFERRED)
+        return is_functional(function) and (torch.Tag.pointwise in function.tags or function.overloadpacket in CARRIERS)
 
     @override
     def defer(self, buffer: Tensor, function: partial[Tensor]) -> None:
         self.steps[-1].later.append((buffer, function))
+        if self.overlaps:
+            self.labels.carry(buffer, function)
 
     @override
     def flush(self) -> None:
@@ -122,6 +112,8 @@ class StageResults(LazyResults):
         form = self.transfers.finish(result, output, samples)
         if form is None:
             self._raise_error()
+        for i, x in enumerate(result.tensors):
+            self.labels.put(x, None if result.pieces is None else result.pieces.numbers[i])
         return form.filled([LazyTensor(x, self, self.count) for x in result.tensors])
 
     def receive(
@@ -133,14 +125,13 @@ class StageResults(LazyResults):
             self.transfers.put(result, number, None, is_whole=samples is None)
         return self.finish(result, None, samples)
 
-    def enter(self, stage: BlockStage, key: Hashable, owner: int, values: Any, compute_start: ComputeStart) -> None:
+    def enter(self, stage: BlockStage, key: Hashable, values: Any, *, overlaps: bool) -> None:
         """Wait for the results that a transformer call depends on, unless this step can overlap with the step before.
 
         Args:
             key: identifies the shapes of the arguments.
-            owner: the branch that computes the call.
             values: the arguments, a nest with lazy tensors.
-            compute_start: see `step_overlap.is_independent`.
+            overlaps: False: the model mixes pieces before its blocks.
         Ranks: all stages.
         """
         lazy = list(of_type(LazyTensor, values))
@@ -148,20 +139,17 @@ class StageResults(LazyResults):
         if after <= self.complete:
             return
         is_new_step, pieces = after > self.started, self.transfers.pieces_of(stage, key)
-        steps = self.steps[-1:] if is_new_step else self.steps[-2:]
-        results, later = steps[0].results, [x for step in steps for x in step.later]
-        if not self.overlaps or not pieces or not have_pieces(results, later, len(pieces)):
-            self.flush()
-            return
-        transition = (id(stage), key, owner, describe(lazy, results, later))
-        if transition not in self._independent:
-            first = self.transfers.is_first
-            trial = partial(is_independent, results, later, pieces, compute_start, is_first=first)
-            self._independent[transition] = self._wait(trial)
-        elif not self._independent[transition]:
+        results = self.steps[-1 if is_new_step else -2].results
+        if not (
+            self.overlaps
+            and overlaps
+            and pieces is not None
+            and all(x.forwards == len(pieces.positions) for x in results)
+            and self.labels.are_within([x.buffer for x in lazy], pieces.numbers)
+        ):
             self.flush()
         elif is_new_step:
-            self._begin_step(len(pieces))
+            self._begin_step(len(pieces.positions))
 
     def prepare(self, number: int) -> bool:
         """On the first stage: wait for a piece of the step before, and compute what the next forward needs of it.
@@ -184,7 +172,6 @@ class StageResults(LazyResults):
         """Start a call of the pipeline. Ranks: all stages."""
         self.reset()
         self.transfers.forget_oldest()
-        forget_oldest(self._independent)
         for pending in self._unread:  # of a call that failed on all stages
             pending.wait()
         self._unread, self.overlaps = [], overlaps
@@ -194,7 +181,7 @@ class StageResults(LazyResults):
         for result in (x for step in self.steps for x in step.results):
             self._unread += [*(pending for _, pending in result.incoming), *result.outgoing]
         self.transfers.reset()
-        self._stages, self.steps = [], [_Step()]
+        self._stages, self.steps, self.labels = [], [_Step()], PieceLabels()
         self.started = self.complete = self.count
 
     def _begin_step(self, pieces: int) -> None:
@@ -209,24 +196,18 @@ class StageResults(LazyResults):
         self.started = self.count
         self.on_step(calls)
 
-    def _wait(self, trial: Callable[[], bool] | None = None) -> bool:
-        """Complete all results. Ranks: all stages.
-
-        Args: trial: called before the operators since the results are forgotten.
-        Returns: True if the trial has succeeded on all ranks.
-        """
+    def _wait(self) -> None:
+        """Complete all results. Ranks: all stages."""
         self.votes.check()
         self._complete(self.steps)
-        succeeded = trial is not None and self.votes.agree(trial())
         for stage in self._stages:
             stage.links.finish()
         calls = len(self.steps[-1].results)
-        self._stages, self.steps = [], [_Step()]
+        self._stages, self.steps, self.labels = [], [_Step()], PieceLabels()
         self.started = self.complete = self.count
         self.waits += 1
         self.votes.end_exchanges()
         self.on_step(calls)
-        return succeeded
 
     def _complete(self, steps: Sequence[_Step]) -> None:
         """Complete the results of some steps, and compute what was deferred.
@@ -242,6 +223,8 @@ class StageResults(LazyResults):
             self._raise_error()
         for step in steps:
             compute(step.later)
+            self.labels.forget(buffer for buffer, _ in step.later)
+        self.labels.forget(x for result in results for x in result.tensors)
         self.complete += len(results)
 
     def _raise_error(self) -> NoReturn:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.engine.installed import Installed
@@ -23,8 +23,7 @@ from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import StageGroup
-from lightning_cp.nest import of_type
-from lightning_cp.pipelines.pipefusion.links import StageFailedError, StageLinks, zeros
+from lightning_cp.pipelines.pipefusion.links import StageFailedError, StageLinks
 from lightning_cp.pipelines.result_layout import Form, form_and_tensors
 from lightning_cp.undoable import Undo, intercept_calls
 
@@ -40,10 +39,6 @@ def blocks_of(installed: Installed) -> list[str]:
 
 class _StageDone(BaseException):
     """Ends a forward after the last block of this rank's stage. `except Exception` in model code does not catch it."""
-
-
-class _ReadsUnknownError(BaseException):
-    """Ends a forward without blocks: a block's argument is NaN."""
 
 
 @dataclass(eq=False)
@@ -67,7 +62,6 @@ class BlockStage:
     _outputs: list[Form] = field(default_factory=list)
     _received: list[Any] | None = None
     _is_sent: bool = False
-    _skipped_forms: list[Form] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -109,7 +103,6 @@ class BlockStage:
             if self.error is None:
                 result = compute(*args, **kwargs)
                 if self.is_last:
-                    self.links.sent_forms.setdefault(key, [*self.links.forms.get(key, []), *self._outputs])
                     return result
                 raise self._skipped()
         except _StageDone:
@@ -119,26 +112,6 @@ class BlockStage:
             self.error = error
         self._pass_on_failure()
         return None
-
-    def compute_start(
-        self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable
-    ) -> list[Tensor] | None:
-        """Run a forward with zeros in place of the blocks' outputs.
-
-        Returns: on the last stage, the tensors of the result; on other stages, nothing. None: an argument of this
-            stage's blocks is NaN, or NaN is an invalid argument.
-        """
-        self._skipped_forms = self.links.sent_forms.get(key)
-        if self._skipped_forms is None:
-            return None
-        try:
-            return form_and_tensors(compute(*args, **kwargs))[1]
-        except _StageDone:
-            return []
-        except (_ReadsUnknownError, Exception):
-            return None
-        finally:
-            self._skipped_forms = None
 
     def _pass_on_failure(self) -> None:
         """Receive and send what the other stages expect of this forward."""
@@ -151,17 +124,12 @@ class BlockStage:
     def _placeholder(self, index: int, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what block `index` of an earlier stage would return: received tensors, or zeros."""
         shard_arguments(self.blocks[index], args, kwargs)  # they define the lengths of modalities
-        if self._skipped_forms is not None:
-            return zeros(self._skipped_forms[index])
         return (self._receive() if self._received is None else self._received)[index]
 
     def _block(self, index: int, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of this stage. After the last one, send its outputs and end the forward."""
-        if self._skipped_forms is not None:
-            return self._skip(index, self._skipped_forms, args, kwargs)
         output = call(*args, **kwargs)
         if self.is_last:
-            self._outputs.append(form_and_tensors(output)[0])
             return output
         form, tensors = form_and_tensors(output)
         self._outputs.append(form)
@@ -172,16 +140,6 @@ class BlockStage:
             self._is_sent = True
             raise _StageDone
         return output
-
-    def _skip(self, index: int, forms: list[Form], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check the arguments of a block of this stage, and return zeros."""
-        shards = shard_arguments(self.blocks[index], args, kwargs)
-        if any(x.isnan().any() for x in of_type(Tensor, shards)):
-            raise _ReadsUnknownError
-        if index + 1 == self.range.stop and not self.is_last:
-            raise _StageDone
-        self.installed.session.current().intercepted = True  # its attention is left out
-        return zeros(forms[index])
 
     def _later_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         raise self._skipped()

@@ -1,93 +1,105 @@
-"""Find out whether a step can begin before the step before is complete on all stages.
+"""Labels of pieces: they tell whether a step can begin before the step before is complete on all stages.
 
-The operators between the two steps are those of guidance, of the scheduler and of the model before its blocks. With
-them, each piece of the next transformer call must depend on the same and earlier pieces of the results only. To find
-out, all other pieces are set to NaN.
+The label of an element is the number of the last piece of the results that it depends on, and 0 if it depends on none.
+The operators of guidance and of the scheduler carry labels from the results to the arguments of the next transformer
+call. All ranks run the same operators, so they decide the same without an exchange. Between the arguments and the
+blocks, the plan of the class says whether patches are mixed (`Patches.overlaps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from lightning_cp.nest import of_type
-from lightning_cp.pipelines.lazy_tensor import Deferred, LazyTensor, compute
-from lightning_cp.pipelines.pipefusion.result_pieces import Positions
-from lightning_cp.pipelines.pipefusion.result_transfers import CallResult
+from lightning_cp.compat.torch_names import aten
+from lightning_cp.nest import of_type, replace
 
-# Computes the start of the model for the forward of a piece: see `PatchRunner`.
-ComputeStart = Callable[[int], "list[Tensor] | None"]
-
-
-def have_pieces(results: Sequence[CallResult], later: Sequence[Deferred], count: int) -> bool:
-    """Return True if all results arrive in `count` pieces, and all tensors computed from them can hold NaN."""
-    tensors = [*(x for result in results for x in result.tensors), *(buffer for buffer, _ in later)]
-    return all(len(x.pieces) == count for x in results) and all(x.is_floating_point() for x in tensors)
+_aten = torch.ops.aten
+_MOVES = (_aten.clone, _aten.repeat, _aten.cat, _aten.stack)
+_REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
+# Operators besides elementwise ones that schedulers and guidance use. (einsum is a bmm.) Modules use others, and wait.
+CARRIERS = frozenset((aten("_to_copy"), _aten.bmm, *_MOVES, *_REDUCTIONS))
+_NO_PIECE = torch.iinfo(torch.int16).max
 
 
-def describe(lazy: Sequence[LazyTensor], results: Sequence[CallResult], later: Sequence[Deferred]) -> Hashable:
-    """Return how lazy tensors are computed from results, without the values of tensors and real numbers."""
-    known = [*(x for result in results for x in result.tensors), *(buffer for buffer, _ in later)]
-    numbers = {x.untyped_storage().data_ptr(): i for i, x in enumerate(known)}
-    keys = tuple(result.key for result in results)
-    return keys, *(_describe(x.buffer, numbers) for x in lazy), *(_describe_operator(x, numbers) for x in later)
+@dataclass(eq=False)
+class PieceLabels:
+    """The labels of all tensors that depend on results that have not arrived.
 
-
-def _describe_operator(deferred: Deferred, numbers: Mapping[int, int]) -> str:
-    buffer, function = deferred
-    arguments = of_type(object, (function.args, function.keywords))
-    return repr([str(function.func), *(_describe(x, numbers) for x in (buffer, *arguments))])
-
-
-def _describe(value: object, numbers: Mapping[int, int]) -> str:
-    """Describe an argument; a view of a tensor in `numbers` (by address of the storage) with its place in it."""
-    if isinstance(value, Tensor):
-        place = (numbers.get(value.untyped_storage().data_ptr()), value.stride(), value.storage_offset())
-        return repr((tuple(value.shape), place))
-    return "float" if isinstance(value, float) else repr(value)
-
-
-def is_independent(
-    results: Sequence[CallResult],
-    later: Sequence[Deferred],
-    pieces: Sequence[Positions],
-    compute_start: ComputeStart,
-    *,
-    is_first: bool,
-) -> bool:
-    """Return True if this stage needs only what it knows when it computes a piece, for each piece of the next call.
-
-    Args:
-        results: complete results of the step before. later: operators deferred since then, in order.
-        pieces: positions of the pieces of the next call's result.
-        is_first: this is the first stage, which knows the same and earlier pieces; other stages know none.
+    Attributes: by_storage: for the address of a storage, the label of each of its elements, int16 on the host.
     """
-    complete = [[x.clone() for x in result.tensors] for result in results]
-    is_known = []
-    for number, positions in enumerate(pieces):
-        for result in results:
-            _hide(result, number + 1 if is_first else 0)
-        compute(later)
-        tensors = compute_start(number)
-        is_known.append(tensors is not None and not _has_nan(tensors, positions))
-        for result, values in zip(results, complete, strict=True):
-            for buffer, x in zip(result.tensors, values, strict=True):
-                buffer.copy_(x)
-    compute(later)
-    return all(is_known)
+
+    by_storage: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the labels of a tensor's elements, with its shape."""
+        storage = x.untyped_storage()
+        labels = self.by_storage.get(storage.data_ptr())
+        if labels is None:
+            return torch.zeros((), dtype=torch.int16).expand(x.shape)
+        if len(labels) * x.element_size() != storage.nbytes():  # a view of another dtype
+            return torch.full((), _NO_PIECE, dtype=torch.int16).expand(x.shape)
+        return labels.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def put(self, x: Tensor, labels: Tensor | None) -> None:
+        """Set the labels of a tensor's elements. Args: labels: None: they arrive in no pieces."""
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.by_storage:
+            self.by_storage[storage.data_ptr()] = torch.zeros(storage.nbytes() // x.element_size(), dtype=torch.int16)
+        self.of(x).copy_(torch.tensor(_NO_PIECE) if labels is None else labels)
+
+    def carry(self, buffer: Tensor, function: partial[Tensor]) -> None:
+        """Set the labels of an operator's result. Args: function: one of `CARRIERS`, or an elementwise operator."""
+        self.put(buffer, _carried(function, buffer.shape, self.of))
+
+    def forget(self, computed: Iterable[Tensor]) -> None:
+        """Forget the labels of tensors that have their values."""
+        for x in computed:
+            self.by_storage.pop(x.untyped_storage().data_ptr(), None)
+
+    def are_within(self, arguments: Sequence[Tensor], pieces: Sequence[Tensor]) -> bool:
+        """Return True if each piece of a transformer call needs the same and earlier pieces of the results only.
+
+        Args:
+            arguments: tensors that the call gets.
+            pieces: for each tensor of its result, the number of the piece of each element. If there is one, it is for
+                all arguments.
+        """
+        if len(pieces) == 1:
+            pieces = [*pieces] * len(arguments)
+        return len(pieces) == len(arguments) and all(
+            _are_at_most(self.of(x), of_result) for x, of_result in zip(arguments, pieces, strict=True)
+        )
 
 
-def _hide(result: CallResult, start: int) -> None:
-    """Replace the pieces from number `start` on by NaN."""
-    for positions in result.pieces[start:]:
-        for x, p in zip(result.tensors, positions, strict=True):
-            x.view(-1)[p] = torch.nan
+def _are_at_most(labels: Tensor, pieces: Tensor) -> bool:
+    """Compare at equal positions; along a dim of other size (channels), the largest with the smallest."""
+    if labels.ndim != pieces.ndim:
+        return False
+    for dim, (size, of_result) in enumerate(zip(labels.shape, pieces.shape, strict=True)):
+        if size != of_result:
+            labels, pieces = labels.amax(dim, keepdim=True), pieces.amin(dim, keepdim=True)
+    return bool((labels <= pieces).all())
 
 
-def _has_nan(tensors: Sequence[Tensor], positions: Positions) -> bool:
-    """Return True if an element of a piece is NaN. Args: tensors: the whole result, the piece on its own, or none."""
-    if sum(map(len, positions)) == sum(x.numel() for x in tensors):
-        return any(bool(x.isnan().any()) for x in tensors)
-    return any(bool(x.flatten()[p].isnan().any()) for x, p in zip(tensors, positions, strict=bool(tensors)))
+def _carried(function: partial[Tensor], shape: Sequence[int], labels_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the labels of an operator's result of this shape, or labels that broadcast to it."""
+    packet = function.func.overloadpacket  # type: ignore[attr-defined]
+    args, kwargs = replace(Tensor, labels_of, (function.args, function.keywords))
+    labels = list(of_type(Tensor, (args, kwargs)))
+    if packet in _MOVES:
+        return function.func(*args, **kwargs)
+    if packet is _aten.bmm:
+        left, right = labels
+        return torch.maximum(left.amax(2, keepdim=True), right.amax(1, keepdim=True))
+    if packet in _REDUCTIONS:
+        (reduced,) = labels
+        if reduced.ndim != len(shape):
+            return reduced.amax()
+        dims = [dim for dim, size in enumerate(shape) if size != reduced.shape[dim]]
+        return reduced.amax(dims, keepdim=True) if dims else reduced
+    return reduce(torch.maximum, labels)

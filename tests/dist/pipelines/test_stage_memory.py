@@ -15,6 +15,7 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.pipelines import parallel_pipeline, result_layout
 from lightning_cp.pipelines.pipefusion import result_transfers
+from lightning_cp.pipelines.pipefusion.result_pieces import ResultPieces
 from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
@@ -40,7 +41,7 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
             expected = of_first_rank(lambda h=height, w=width: latents_of(alone, "flux", height=h, width=w))
             errors.append(error_of(expected, latents_of(pipe, "flux", height=height, width=width)))
             calls.begin()  # as the next call does
-            tables: Any = (links.forms, links.sent_forms, results.transfers._forms, results._independent)
+            tables: Any = (links.forms, links.sent_forms, results.transfers._forms)
             entries += [len(table) for table in tables]
             positions.append(len(results.transfers._pieces))
     return max(errors), entries, positions, len(FakeTensorMode.cache) - before
@@ -112,7 +113,8 @@ def test_the_positions_of_the_newest_sizes_fit_into_their_limit() -> None:
     transfers = result_transfers.ResultTransfers(mock.Mock(), [], mock.Mock())
     for i in range(6):
         transfers._forms[i] = mock.Mock()
-        transfers._pieces[i] = [[torch.zeros(10, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]]  # 120 bytes
+        positions = [[torch.zeros(10, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]]  # 120 bytes
+        transfers._pieces[i] = ResultPieces([], positions)
     with mock.patch.object(result_transfers, "_MOST_BYTES", 400):
         transfers.forget_oldest()
     assert list(transfers._pieces) == [3, 4, 5]
