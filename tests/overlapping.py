@@ -12,11 +12,10 @@ from torch import Tensor
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import of_type, replace
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
-from lightning_cp.pipelines.pipefusion.once_per_step import run_once
-from lightning_cp.pipelines.pipefusion.result_pieces import parts_of_patches
-from lightning_cp.pipelines.samples import main_argument
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, run_once
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
+from lightning_cp.pipelines.pipefusion.transfers import parts_of_patches
+from lightning_cp.pipelines.samples import main_argument
 from lightning_cp.undoable import intercept_calls, undo_all
 
 

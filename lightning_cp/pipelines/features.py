@@ -19,7 +19,7 @@ from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.calls import hide_progress
 from lightning_cp.pipelines.components import compile_in_place, experts_of, refuse_cuda_graphs
 from lightning_cp.pipelines.guidance.controlnets import after_vote, groups_of_all
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
+from lightning_cp.pipelines.pipefusion.runner import make_patch_runners
 from lightning_cp.pipelines.placement.component_stages import make_component_stages, watch_component_stages
 from lightning_cp.pipelines.placement.sharding import is_vae, layers_to_shard, sampling_device, shard_layers
 from lightning_cp.pipelines.state import ParallelPipeline, copy_refusals

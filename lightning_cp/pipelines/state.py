@@ -16,7 +16,7 @@ from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
+from lightning_cp.pipelines.pipefusion.runner import PatchRunner
 from lightning_cp.pipelines.placement.component_stages import ComponentStages
 from lightning_cp.pipelines.placement.sharding import check_placement
 from lightning_cp.pipelines.settings import PipelineSettings

@@ -16,8 +16,7 @@ from lightning_cp.pipelines.equal_calls import check_equal, check_equal_results,
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
-from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
+from lightning_cp.pipelines.pipefusion.runner import PatchRunner, refuse_caches
 from lightning_cp.pipelines.placement.component_stages import ComponentStages
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.undoable import Around, Undo, intercept_method, undo_all

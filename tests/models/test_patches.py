@@ -25,8 +25,7 @@ from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.rules.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
-from lightning_cp.pipelines.pipefusion.once_per_step import run_once
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, run_once
 from lightning_cp.plans import REGISTERED
 from lightning_cp.undoable import undo_all
 from tests.harness import RankPool

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.installed import installed_on
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from tests.models import TINY
 
 PATCHES, STEPS = 3, 4

@@ -23,7 +23,7 @@ from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
 

@@ -22,7 +22,7 @@ from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
+from lightning_cp.pipelines.pipefusion.runner import make_patch_runners
 from lightning_cp.undoable import Undo, intercept_calls, undo_all
 
 PATCHES = (2, 4, 8)

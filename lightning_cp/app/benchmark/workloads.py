@@ -38,7 +38,7 @@ from lightning_cp.pipelines.apply import parallelize_pipeline
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.pipefusion.patch_setup import make_patch_runners
+from lightning_cp.pipelines.pipefusion.runner import make_patch_runners
 from lightning_cp.undoable import intercept_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -87,7 +87,7 @@ class BranchRunner:
     ) -> Any:
         """Run one transformer call, split or assigned to one branch, with stages of blocks.
 
-        Results stay lazy, and reach the other branches in pieces (`stage_results.py`).
+        Results stay lazy, and reach the other branches in pieces (`pipefusion/results.py`).
 
         Args: compute: gets arguments, and the branch that computes the call (None: branches take turns); returns lazy
             tensors.

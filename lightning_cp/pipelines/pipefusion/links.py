@@ -14,12 +14,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout
+from lightning_cp.comm.packet import Layout, Piece, pack_tensors, packet_bytes, unpack_tensors
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import StageGroup
-from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.result_layout import Form, forget_oldest, unpickled_quietly
+
+_MARK = Piece((1,), torch.uint8)  # the end of a packet: 1 if a stage has failed, and the packet has no values
+
+
+def empty_packet(layout: Layout, device: torch.device) -> Tensor:
+    """Allocate a packet for tensors of this layout, and the mark."""
+    return torch.empty(packet_bytes([*layout, _MARK]), dtype=torch.uint8, device=device)
+
+
+def packet_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Copy tensors into a packet."""
+    return pack_tensors([*tensors, torch.zeros(1, dtype=torch.uint8, device=device)])
+
+
+def failure_packet(layout: Layout, device: torch.device) -> Tensor:
+    """Return the packet of a stage that has failed, in place of tensors of this layout."""
+    packet = empty_packet(layout, device)
+    unpack_tensors(packet, [*layout, _MARK])[-1].fill_(1)
+    return packet
+
+
+def read_packet(packet: Tensor, layout: Layout) -> tuple[list[Tensor], bool]:
+    """Return views of the tensors in a received packet, and True if a stage has failed.
+
+    Synchronises the host once: it must know whether to compute. A message between hosts would wait as long.
+    """
+    *tensors, mark = unpack_tensors(packet, [*layout, _MARK])
+    return tensors, bool(mark.item())
 
 
 class StageFailedError(Exception):

@@ -15,7 +15,7 @@ from lightning_cp import ContextParallelConfig, SparseMask, apply_context_parall
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import InterceptionError, PeerMismatchError, ShapeError
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from tests.dist.compare import nothing_narrowed
 from tests.harness import RankPool
 from tests.harness.cases import full_unless

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
-from lightning_cp.pipelines.pipefusion.patch_runner import PatchRunner
+from lightning_cp.pipelines.pipefusion.runner import PatchRunner
 from lightning_cp.undoable import Undo, intercept_calls, intercept_method, undo_all
 from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
 from tests.harness import RankPool

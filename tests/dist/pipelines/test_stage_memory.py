@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.pipelines import parallel_pipeline, result_layout
-from lightning_cp.pipelines.pipefusion import result_transfers
-from lightning_cp.pipelines.pipefusion.result_pieces import ResultPieces
+from lightning_cp.pipelines.pipefusion import transfers as result_transfers
+from lightning_cp.pipelines.pipefusion.transfers import ResultPieces
 from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool

@@ -16,7 +16,7 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
-from lightning_cp.pipelines.pipefusion.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.results import StageResults
 from lightning_cp.undoable import intercept_calls, intercept_method
 from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import error_of, latents_of, make_pipe

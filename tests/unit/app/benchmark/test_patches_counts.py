@@ -12,7 +12,7 @@ from torch import nn
 from lightning_cp import ContextParallelConfig
 from lightning_cp.app.benchmark.patches_counts import ByteCounts, Size, count_patches, table
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.pipelines.pipefusion.evaluation import PatchEvaluation
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 
 
 def _flux() -> tuple[nn.Module, dict[str, Any], Size]:

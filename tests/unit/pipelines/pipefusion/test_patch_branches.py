@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.errors import GuidanceError
 from lightning_cp.pipelines.guidance.step_clock import StepClock
-from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranches
+from lightning_cp.pipelines.pipefusion.runner import PatchBranches
 
 
 def _branches(clock: StepClock, cfg: int = 2) -> PatchBranches:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.nest import of_type
-from lightning_cp.pipelines.pipefusion.step_overlap import PieceLabels
+from lightning_cp.pipelines.pipefusion.results import PieceLabels
 
 _PIECES = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int16).view(1, 6, 1).expand(2, 6, 3).contiguous()
 

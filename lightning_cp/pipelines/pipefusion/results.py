@@ -1,18 +1,23 @@
 """Results of the last stage for all other ranks: lazy tensors, so that no stage waits for the others between steps.
 
 The operators of guidance and of the scheduler are deferred until something reads a value. If each patch (or
-micro-batch) of a step depends on the same one of the step before (`step_overlap.py`), the first stage computes a patch
-when this piece of the results has arrived. The other stages do not need the latents: they get the outputs of the stage
-before. They complete the results of a step two steps later.
+micro-batch) of a step depends on the same one of the step before, the first stage computes a patch when this piece of
+the results has arrived. The other stages do not need the latents: they get the outputs of the stage before. They
+complete the results of a step two steps later.
+
+Labels tell which pieces a step needs. The label of an element is the number of the last piece of the results that it
+depends on, and 0 if it depends on none. Deferred operators carry labels from the results to the arguments of the next
+transformer call. All ranks run the same operators, so they decide the same without an exchange. Between the arguments
+and the blocks, the plan of the class says whether pieces are mixed (`Patches.overlaps`).
 
 With CFG parallelism, the ranks of a branch get the results of the other branches in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -20,14 +25,99 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.comm.transfer import Pending
-from lightning_cp.compat.torch_names import is_functional
+from lightning_cp.compat.torch_names import aten, is_functional
 from lightning_cp.errors import CallFailedError
-from lightning_cp.nest import of_type
+from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
-from lightning_cp.pipelines.pipefusion.result_transfers import CallResult, ResultTransfers
 from lightning_cp.pipelines.pipefusion.stages import BlockStage
-from lightning_cp.pipelines.pipefusion.step_overlap import CARRIERS, PieceLabels
+from lightning_cp.pipelines.pipefusion.transfers import CallResult, ResultTransfers
+
+_aten = torch.ops.aten
+_MOVES = (_aten.clone, _aten.repeat, _aten.cat, _aten.stack)
+_REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
+# Operators besides elementwise ones that schedulers and guidance use. (einsum is a bmm.) Modules use others, and wait.
+CARRIERS = frozenset((aten("_to_copy"), _aten.bmm, *_MOVES, *_REDUCTIONS))
+_NO_PIECE = torch.iinfo(torch.int16).max
+
+
+@dataclass(eq=False)
+class PieceLabels:
+    """The labels of all tensors that depend on results that have not arrived.
+
+    Attributes: by_storage: for the address of a storage, the label of each of its elements, int16 on the host.
+    """
+
+    by_storage: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the labels of a tensor's elements, with its shape."""
+        storage = x.untyped_storage()
+        labels = self.by_storage.get(storage.data_ptr())
+        if labels is None:
+            return torch.zeros((), dtype=torch.int16).expand(x.shape)
+        if len(labels) * x.element_size() != storage.nbytes():  # a view of another dtype
+            return torch.full((), _NO_PIECE, dtype=torch.int16).expand(x.shape)
+        return labels.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def put(self, x: Tensor, labels: Tensor | None) -> None:
+        """Set the labels of a tensor's elements. Args: labels: None: they arrive in no pieces."""
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.by_storage:
+            self.by_storage[storage.data_ptr()] = torch.zeros(storage.nbytes() // x.element_size(), dtype=torch.int16)
+        self.of(x).copy_(torch.tensor(_NO_PIECE) if labels is None else labels)
+
+    def carry(self, buffer: Tensor, function: partial[Tensor]) -> None:
+        """Set the labels of an operator's result. Args: function: one of `CARRIERS`, or an elementwise operator."""
+        self.put(buffer, _carried(function, buffer.shape, self.of))
+
+    def forget(self, computed: Iterable[Tensor]) -> None:
+        """Forget the labels of tensors that have their values."""
+        for x in computed:
+            self.by_storage.pop(x.untyped_storage().data_ptr(), None)
+
+    def are_within(self, arguments: Sequence[Tensor], pieces: Sequence[Tensor]) -> bool:
+        """Return True if each piece of a transformer call needs the same and earlier pieces of the results only.
+
+        Args:
+            arguments: tensors that the call gets.
+            pieces: for each tensor of its result, the number of the piece of each element. If there is one, it is for
+                all arguments.
+        """
+        if len(pieces) == 1:
+            pieces = [*pieces] * len(arguments)
+        return len(pieces) == len(arguments) and all(
+            _are_at_most(self.of(x), of_result) for x, of_result in zip(arguments, pieces, strict=True)
+        )
+
+
+def _are_at_most(labels: Tensor, pieces: Tensor) -> bool:
+    """Compare at equal positions; along a dim of other size (channels), the largest with the smallest."""
+    if labels.ndim != pieces.ndim:
+        return False
+    for dim, (size, of_result) in enumerate(zip(labels.shape, pieces.shape, strict=True)):
+        if size != of_result:
+            labels, pieces = labels.amax(dim, keepdim=True), pieces.amin(dim, keepdim=True)
+    return bool((labels <= pieces).all())
+
+
+def _carried(function: partial[Tensor], shape: Sequence[int], labels_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the labels of an operator's result of this shape, or labels that broadcast to it."""
+    packet = function.func.overloadpacket  # type: ignore[attr-defined]
+    args, kwargs = replace(Tensor, labels_of, (function.args, function.keywords))
+    labels = list(of_type(Tensor, (args, kwargs)))
+    if packet in _MOVES:
+        return function.func(*args, **kwargs)
+    if packet is _aten.bmm:
+        left, right = labels
+        return torch.maximum(left.amax(2, keepdim=True), right.amax(1, keepdim=True))
+    if packet in _REDUCTIONS:
+        (reduced,) = labels
+        if reduced.ndim != len(shape):
+            return reduced.amax()
+        dims = [dim for dim, size in enumerate(shape) if size != reduced.shape[dim]]
+        return reduced.amax(dims, keepdim=True) if dims else reduced
+    return reduce(torch.maximum, labels)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.comm.shards import gather_shards, shard_range
 from lightning_cp.engine.attention.masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
+from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.rules.paths import expand, submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.lengths import Sizes
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.pipelines.pipefusion.key_buffers import Buffer, KeyBuffer, attend_buffered
 from lightning_cp.plans import Attention, Modalities
+from lightning_cp.undoable import Undo, intercept_calls
 
 
 @dataclass(eq=False)
@@ -228,3 +232,25 @@ def current_evaluation(session: Session) -> PatchEvaluation | None:
     evaluation = session.evaluation
     assert evaluation is None or isinstance(evaluation, PatchEvaluation), "there is no other one"
     return evaluation
+
+
+def run_once(installed: Installed) -> list[Undo]:
+    """Compute the modules in `Patches.once` for the first patch only. Returns: functions to undo it."""
+    plan, module = installed.rules.patches, installed.module
+    return [
+        intercept_calls(submodule(module, path), partial(_once, installed.session, path))
+        for pattern in (plan.once if plan is not None else ())
+        for path in _paths(installed, pattern)
+    ]
+
+
+def _paths(installed: Installed, pattern: str) -> list[str]:
+    try:
+        return expand(installed.module, pattern)
+    except PlanError:  # a part that this configuration does not have
+        return []
+
+
+def _once(session: Session, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    evaluation, compute = current_evaluation(session), partial(call, *args, **kwargs)
+    return compute() if evaluation is None else evaluation.once(path, compute)

@@ -6,31 +6,109 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.rules.paths import submodule
 from lightning_cp.errors import PlanError, ShapeError
+from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.error_votes import Votes
 from lightning_cp.pipelines.guidance.branches import needs_gradients, refuse_kept_keys
+from lightning_cp.pipelines.guidance.step_clock import StepClock
 from lightning_cp.pipelines.lazy_tensor import with_buffers
-from lightning_cp.pipelines.pipefusion.evaluation import current_evaluation
 from lightning_cp.pipelines.pipefusion.links import StageFailedError
-from lightning_cp.pipelines.pipefusion.once_per_step import run_once
-from lightning_cp.pipelines.pipefusion.patch_branches import PatchBranch, PatchBranches
-from lightning_cp.pipelines.pipefusion.stage_results import StageResults
-from lightning_cp.pipelines.pipefusion.stages import BlockStage, release_others
+from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, current_evaluation, run_once
+from lightning_cp.pipelines.pipefusion.results import StageResults
+from lightning_cp.pipelines.pipefusion.stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.pipefusion.transfers import ResultTransfers
 from lightning_cp.pipelines.result_layout import key_of
 from lightning_cp.pipelines.samples import divide_samples, join_samples, main_argument
-from lightning_cp.undoable import Undo
+from lightning_cp.undoable import Undo, intercept_method
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
+
+
+@dataclass(eq=False)
+class PatchBranch:
+    """State of one branch of guidance: its buffers, the CFG rank that computes it, and its number of evaluations."""
+
+    evaluation: PatchEvaluation
+    owner: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class PatchBranches:
+    """The branches of guidance of one transformer.
+
+    Attributes:
+        patches: number of patches.
+        clock: distinguishes branches without names.
+        cfg: number of CFG branches that compute them.
+        experts: the branches of other transformers, if each transformer computes some of the steps: when
+            a branch of this one begins, their keys are no longer needed.
+        known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each
+            call of the pipeline.
+    """
+
+    installed: Installed
+    patches: int
+    clock: StepClock
+    cfg: int = 1
+    experts: list[PatchBranches] = field(default_factory=list)
+    known: dict[Any, PatchBranch] = field(default_factory=dict)
+    _context: str | None = None
+
+    def follow_names(self) -> list[Undo]:
+        """Follow the names that a pipeline gives to the branches (`cache_context`)."""
+        module = self.installed.module
+        return [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
+
+    def forget(self) -> None:
+        """Forget all branches, and free their keys."""
+        self.known, self._context = {}, None
+        self.clock.reset()
+
+    def current(self, owner: int | None = None) -> PatchBranch:
+        """Return the branch of this call of the transformer. The same CFG branch computes it in all steps.
+
+        Args: owner: the CFG branch that computes the call; None: they take turns.
+        """
+        context: str | int | None = self._context
+        if context is None:  # all shares of a batch are one call
+            context = (self.clock.this_call if owner else self.clock.next_call)(self.installed.module)
+        name = (context, owner)  # two branches in one batch have the same context
+        if name not in self.known:
+            for other in self.experts:
+                other.known = {}
+            turn = self.clock.next_branch() % self.cfg
+            self.known[name] = PatchBranch(self.new_evaluation(), turn if owner is None else owner)
+        return self.known[name]
+
+    def new_evaluation(self) -> PatchEvaluation:
+        """Return an evaluation with empty buffers."""
+        return PatchEvaluation.of(self.installed.session, self.patches)
+
+    def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = args[0] if args else kwargs.get("name")
+        return self._in_context(call(*args, **kwargs), str(name))
+
+    @contextmanager
+    def _in_context(self, context: Any, name: str) -> Iterator[Any]:
+        before, self._context = self._context, name
+        try:
+            with context as entered:
+                yield entered
+        finally:
+            self._context = before
 
 
 class _Forward(NamedTuple):
@@ -210,3 +288,68 @@ def _unless_interrupted(votes: Votes, compute: Callable[..., Any], *args: Any, *
     """Compute a forward, unless the call is to end: overlapping steps do not vote, but pass an error of a stage on."""
     votes.interrupt()
     return compute(*args, **kwargs)
+
+
+def make_patch_runners(
+    transformers: Mapping[str, Installed],
+    ranks: SampleGroups,
+    votes: Votes,
+    *,
+    pipe: int | Sequence[int],
+    patches: int,
+    warmup: int,
+    clock: StepClock,
+    experts: Collection[str] = (),
+    on_step: Callable[[int], None] = lambda calls: None,
+) -> dict[str, PatchRunner]:
+    """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
+
+    Args:
+        experts: names of the transformers, if each of them computes some of the steps.
+        on_step: with stages, called with the number of transformer calls of each step.
+    Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
+        than blocks.
+    """
+    if ranks.pipe == patches == 1:
+        return {}
+    patch_runners = {}
+    results = None
+    if ranks.pipe_results:
+        assert ranks.control is not None, "several ranks share a sample"
+        transfers = ResultTransfers(ranks.stages, ranks.pipe_results, ranks.control, ranks.cfg_rank)
+        results = StageResults(transfers, votes, on_step)
+    for name, installed in transformers.items():
+        kind, plan = type(installed.module).__name__, installed.rules.patches
+        if plan is None:
+            raise PlanError(
+                f"{kind} cannot be computed in patches or stages: its plan does not support it "
+                "(docs/pipefusion_reference.md lists the classes that do): use patches=1 and pipe=1"
+            )
+        if ranks.pipe > 1 and not plan.stages:
+            raise PlanError(
+                f"pipe={ranks.pipe}: {kind} needs outputs or weights of other blocks than the one before, so its "
+                "blocks cannot be divided into stages: use pipe=1"
+            )
+        refuse_caches(installed)
+        for path in ("", *blocks_of(installed)):
+            if submodule(installed.module, path).__dict__.get("_compiled_call_impl") is not None:
+                what = f"{path} of {kind}" if path else kind
+                raise PlanError(f"{what} is compiled, which patches and stages do not support: do not compile it")
+        counts = None if isinstance(pipe, int) else pipe
+        stage = None if results is None else make_stage(installed, ranks.stages, transfers.control, counts)
+        branches = PatchBranches(installed, patches, clock, ranks.cfg)
+        patch_runners[name] = PatchRunner(installed, patches, warmup, branches, stage, results)
+    for name in experts:
+        patch_runners[name].branches.experts = [patch_runners[other].branches for other in experts if other != name]
+    return patch_runners
+
+
+def refuse_caches(installed: Installed) -> None:
+    """Refuse step caches on a transformer that is computed in patches or stages. Raises: PlanError."""
+    installed.caches.follow()
+    if installed.caches:
+        raise PlanError(
+            f"{installed.caches.kinds[0].name} on {type(installed.module).__name__} with pipe or patches above 1: step "
+            "caches expect one forward for each step, over all blocks: call disable_cache(), or leave out pipe and "
+            "patches"
+        )
