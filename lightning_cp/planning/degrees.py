@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
-from lightning_cp.planning.layouts import described, layouts
-from lightning_cp.planning.request import Request, SearchResult, closest
+from lightning_cp.planning.layouts import layouts
+from lightning_cp.planning.request import Request, closest
 from lightning_cp.planning.search import OF_EVERY_LAYOUT, ranked, search, why
 
 
@@ -51,16 +51,8 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
         given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
         reasons = f": {'; '.join(dict.fromkeys(problems))}" if problems else ""
         raise ValueError(f"no degrees are possible on {ranks} ranks{given}{reasons}")
-    raise ValueError(_nothing_fits(min(results, key=lambda x: closest(x.excluded).needs_bytes)))
-
-
-def _nothing_fits(result: SearchResult) -> str:
-    """Return the missing memory, and the cheapest change: sharded weights or checkpointing, else that of `search`."""
-    data = closest(result.excluded).layout.data
-    others = search(replace(result.request, fixed={"data": data}))
-    if others.best is None:
-        return result.reason
-    return f"{result.reason.partition('. ')[0]}; {described(others.best.layout)} would fit"
+    closest_result = min(results, key=lambda x: closest(x.excluded).needs_bytes)
+    raise ValueError(f"{closest_result.reason}, strategy=cp_fsdp or activation_checkpointing=full")  # both are given
 
 
 def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:

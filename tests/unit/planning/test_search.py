@@ -1,4 +1,4 @@
-"""The choice: the class of 15 %, memory, what is shared, what is left out, and what would fit."""
+"""The choice: the class of 15 %, memory, what is shared, and what is left out."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_sampling_shards_weights_over_the_ranks_of_a_sample() -> None:
 
 def test_dry_runs_are_shared_between_data_and_cfg_ranks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    found = search(Request(_model(), 4, H100, task="sample", fixed={"ring": 2, "sharded": False}))
+    found = search(Request(_model(), 4, H100, task="sample", fixed={"ring": 2, "ulysses": 1, "sharded": False}))
     assert {(x.layout.data, x.layout.cfg) for x in found.choices} == {(2, 1), (1, 2)}
     assert found.choices[0].peak == found.choices[1].peak
     assert caplog.messages == ["dry run of ring 2"]
