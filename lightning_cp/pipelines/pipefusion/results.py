@@ -234,7 +234,7 @@ class StageResults(LazyResults):
             self.overlaps
             and overlaps
             and pieces is not None
-            and all(x.forwards == len(pieces.positions) for x in results)
+            and all(x.pieces is not None and x.forwards == len(pieces.positions) for x in results)
             and self.labels.are_within([x.buffer for x in lazy], pieces.numbers)
         ):
             self.flush()
