@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, run_once
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
@@ -31,7 +31,7 @@ def outputs_in_patches(
     Returns: the floating-point outputs in patches, by what the stage knows.
     Raises: any exception of a forward in patches.
     """
-    plan, model = installed.rules.patches, installed.module
+    plan, model = installed.model_plan.patches, installed.module
     assert plan is not None, "the caller checks it"
     blocks = [submodule(model, path) for path in blocks_of(installed)]
     evaluation, sent, stage = PatchEvaluation.of(installed.session, patches), dict[int | None, Any](), 0

@@ -84,7 +84,7 @@ def prepare_attention(
 
     if not is_known:
         return build()
-    return (groups.keep if sparse is None else sparse.keep)(facts, build)
+    return (groups.memoize if sparse is None else sparse.memoize)(facts, build)
 
 
 def _exchanges(
@@ -100,7 +100,7 @@ def _exchanges(
     def build() -> Ring:
         return ring_of(lengths, groups=groups, settings=settings, sparse=sparse, heads=heads, device=device)
 
-    return sparse.keep((lengths, settings, heads.start, heads.stop, device), build), ulysses
+    return sparse.memoize((lengths, settings, heads.start, heads.stop, device), build), ulysses
 
 
 def prepared_again(
@@ -114,8 +114,8 @@ def prepared_again(
         return _exchanges(_decoded(numbers, groups), hq, hk, settings, sparse, device)
 
     if sparse is not None:
-        return sparse.keep((tuple(numbers), hq, hk, settings, device), build)
-    return groups.keep((tuple(numbers), hq, hk, settings), build)
+        return sparse.memoize((tuple(numbers), hq, hk, settings, device), build)
+    return groups.memoize((tuple(numbers), hq, hk, settings), build)
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:

@@ -13,10 +13,10 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.attention.diffusers_dispatch import backends_of, kernel_for
+from lightning_cp.engine.fit_plan import fit_plan
 from lightning_cp.engine.installed import Installed, installed_on
+from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers.comparison import PeerCheck, forwards_to_check
-from lightning_cp.engine.rules.compiling import compile_rules
-from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.tiles import check_tiles
 from lightning_cp.errors import PlanError, ShapeError
@@ -104,15 +104,15 @@ def parallelize(
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
         raise NoPlanError(no_plan_message(type(module)))
-    rules = compile_rules(module, plan)
+    model_plan = fit_plan(module, plan)
     _check_heads(module, config)
     groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
-    session = Session(groups, config, rules, peers, kernel, backends_of(module))
+    session = Session(groups, config, model_plan, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     compare_shares(groups)
-    installed = Installed(module, session, rules, plan, mlp_tiles)
+    installed = Installed(module, session, model_plan, plan, mlp_tiles)
     installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]

@@ -20,8 +20,8 @@ from lightning_cp.engine.attention.outside_blocks import MissedCalls
 from lightning_cp.engine.attention.replay import Replay
 from lightning_cp.engine.attention.scope import SCOPE, Scope
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
-from lightning_cp.engine.rules.paths import is_compiled
-from lightning_cp.engine.rules.rules import Rules
+from lightning_cp.engine.model_plan import ModelPlan
+from lightning_cp.engine.paths import is_compiled
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, missing_split, shard_before_checkpoint
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
@@ -38,7 +38,7 @@ def check_arguments(arguments: Mapping[str, Any], session: Session, *, model: st
     Ranks: all of the context group. Raises: PeerMismatchError, ShapeError.
     """
     if session.peers.compares_in_full:
-        for name, reason in session.rules.leading.items():
+        for name, reason in session.model_plan.leading.items():
             mask = arguments.get(name)
             if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
                 raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
@@ -134,7 +134,7 @@ class ModelHook(EngineHook):
 
     session: Session
     signature: Any
-    rules: Rules
+    model_plan: ModelPlan
     scope: Scope
     checkpointing: list[nn.Module]
     padding: Any = None
@@ -142,7 +142,7 @@ class ModelHook(EngineHook):
     outputs: Sequence[OutputHook] = ()
 
     def __post_init__(self) -> None:
-        self.describes_attention = None not in self.rules.attention.values()
+        self.describes_attention = None not in self.model_plan.attention.values()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's original forward.
@@ -212,7 +212,7 @@ class ModelHook(EngineHook):
         session, call = self.session, self.session.current()
         if call.lengths and not torch.compiler.is_compiling():
             session.peers.start()  # not yet started if a compiled block has split the first tensor
-        if not self.rules.main and not call.intercepted and call.lengths:
+        if not self.model_plan.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
                 "result would be wrong: it must go through dispatch_attention_fn or F.scaled_dot_product_attention"
@@ -231,7 +231,7 @@ class ModelHook(EngineHook):
             ) from error
 
     def _record_unsplit_lengths(self, arguments: dict[str, Any]) -> None:
-        split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
+        split = {name for rule in self.model_plan.arguments if "" in rule.paths for name in rule.specs}
         for name, value in arguments.items():
             if name not in split:
                 self.session.current().unsplit_lengths.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
@@ -277,10 +277,10 @@ class ModelHook(EngineHook):
 
     def _check(self, arguments: dict[str, Any], *, model: str) -> None:
         session = self.session
-        for name, reason in self.rules.required.items():
+        for name, reason in self.model_plan.required.items():
             if arguments and arguments.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
-        refuse_arguments(self.rules.refused, arguments)
+        refuse_arguments(self.model_plan.refused, arguments)
         if not torch.compiler.is_compiling():
             uncompiled(check_arguments)(arguments, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:

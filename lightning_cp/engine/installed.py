@@ -27,12 +27,12 @@ from lightning_cp.engine.attention.stand_ins import (
     release_stand_ins,
 )
 from lightning_cp.engine.caches import StepCaches
+from lightning_cp.engine.fit_plan import fit_plan
 from lightning_cp.engine.forwards import ForwardWrapper, Function, own_forward
 from lightning_cp.engine.hook_base import add_hooks, remove_hooks
 from lightning_cp.engine.hooks import ModelHook, register_session
-from lightning_cp.engine.rules.compiling import compile_rules
-from lightning_cp.engine.rules.paths import submodule
-from lightning_cp.engine.rules.rules import Rules
+from lightning_cp.engine.model_plan import ModelPlan
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.convolutions import EmbeddingHook, HaloHook
 from lightning_cp.engine.sharding.sharders import ArgumentHook, OutputHook, PadHook
@@ -64,14 +64,14 @@ _INSTALLED = "_lightning_cp"
 
 def install(
     module: nn.Module,
-    rules: Rules,
+    model_plan: ModelPlan,
     session: Session,
     *,
     scopes: Scopes,
     signature: Any,
     mlp_tiles: int | str | None = None,
 ) -> ModelHook:
-    """Install `rules` on the modules inside `module`. If a step fails, `strip` undoes the steps before it.
+    """Install `model_plan` on the modules inside `module`. If a step fails, `strip` undoes the steps before it.
 
     Args:
         scopes: scopes of the model. Reused by later installations, so that compiled blocks stay valid.
@@ -79,36 +79,38 @@ def install(
         mlp_tiles: see `engine.apply.apply_context_parallel`.
     Returns: the `ModelHook` that runs the model's forward.
     """
-    _install_processors(module, rules, session)
+    _install_processors(module, model_plan, session)
     for container in (x for inner in module.modules() for x in _held_by(inner)):
         hold_stand_ins(container)
-    for inner, hook in scopes.hooks(rules):
+    for inner, hook in scopes.hooks(model_plan):
         add_hooks(inner, before=hook.before, after=hook.after, always=True)
     arguments, outputs = [], []
-    for rule in rules.arguments:
-        refused = rules.refused if rule.is_block else {}
+    for rule in model_plan.arguments:
+        refused = model_plan.refused if rule.is_block else {}
         order = list(inspect.signature(type(submodule(module, rule.paths[0])).forward).parameters)[1:]
         argument_hook = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order)
         arguments += [argument_hook] if "" in rule.paths else []
         for path in filter(None, rule.paths):
             add_hooks(submodule(module, path), before=argument_hook.before)
-    for output in rules.outputs:
+    for output in model_plan.outputs:
         output_hook = OutputHook(session, output)
         if output.path:
             add_hooks(submodule(module, output.path), after=output_hook.after)
         else:
             outputs.append(output_hook)
-    for embedding in rules.embeddings:
+    for embedding in model_plan.embeddings:
         embedding_hook = EmbeddingHook(session, embedding)
         add_hooks(submodule(module, embedding.path), before=embedding_hook.before, after=embedding_hook.after)
-    for halo in rules.halos:
+    for halo in model_plan.halos:
         halo_hook = HaloHook(session, halo)
         add_hooks(submodule(module, halo.path), before=halo_hook.before, after=halo_hook.after)
     if mlp_tiles is not None:
-        tile_feed_forwards(module, rules, mlp_tiles)
+        tile_feed_forwards(module, model_plan, mlp_tiles)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
-    padding = PadHook(session, signature, rules.pads) if rules.pads else None
-    return ModelHook(session, signature, rules, scopes.of_model(rules), checkpointing, padding, arguments, outputs)
+    padding = PadHook(session, signature, model_plan.pads) if model_plan.pads else None
+    return ModelHook(
+        session, signature, model_plan, scopes.of_model(model_plan), checkpointing, padding, arguments, outputs
+    )
 
 
 def strip(modules: Iterable[nn.Module]) -> None:
@@ -143,8 +145,8 @@ def _held_by(owner: Any, depth: int = _DEPTH) -> Iterator[dict[Any, Any] | list[
             yield from _held_by(value, depth - 1)
 
 
-def _install_processors(module: nn.Module, rules: Rules, session: Session) -> None:
-    for path, kinds in rules.attention.items():
+def _install_processors(module: nn.Module, model_plan: ModelPlan, session: Session) -> None:
+    for path, kinds in model_plan.attention.items():
         owner: Any = submodule(module, path)
         processor = getattr(owner, "processor", None)
         if kinds and kinds[0].form == "linear":
@@ -169,15 +171,15 @@ class Installed(ForwardWrapper):
 
     Attributes:
         module: the model.
-        rules: the plan, compiled for the model when it was last installed.
+        model_plan: the plan, fitted to the model when it was last installed.
         signature: signature of the model's forward.
         caches: diffusers' step caches on the model.
     """
 
     def __init__(
-        self, module: nn.Module, session: Session, rules: Rules, plan: object, mlp_tiles: int | str | None
+        self, module: nn.Module, session: Session, model_plan: ModelPlan, plan: object, mlp_tiles: int | str | None
     ) -> None:
-        self.module, self.session, self.rules = module, session, rules
+        self.module, self.session, self.model_plan = module, session, model_plan
         register_session(session)
         self.caches = StepCaches(module, session)
         self.original: Function | None = None
@@ -196,7 +198,7 @@ class Installed(ForwardWrapper):
         self._had_forward = own_forward(self.module).get() is not None
         are_new = not are_installed()
         try:
-            self._install_rules()
+            self._install_plan()
             self.caches.reset()  # steps of whole tokens would not fit
             if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
                 torch.compiler.reset()
@@ -270,12 +272,12 @@ class Installed(ForwardWrapper):
             return self._traced_forward(self.module, *args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _install_rules(self) -> None:
+    def _install_plan(self) -> None:
         self.caches.follow()
         install_stand_ins(self)
         self._hook = install(
             self.module,
-            self.rules,
+            self.model_plan,
             self.session,
             scopes=self._scopes,
             signature=self.signature,
@@ -283,7 +285,7 @@ class Installed(ForwardWrapper):
         )
         self.session.unchecked = {False, True}
         self._touched = list(self.module.modules())
-        self._structure = Structure(self.module, self.rules)
+        self._structure = Structure(self.module, self.model_plan)
         self._first = self._first or self._structure
         self._structure.check_planned(self._first)
 
@@ -320,10 +322,10 @@ class Installed(ForwardWrapper):
         self._structure = None
         strip([*self.module.modules(), *self._touched])
         try:
-            self.rules = self.session.rules = compile_rules(self.module, self._plan)
+            self.model_plan = self.session.model_plan = fit_plan(self.module, self._plan)
             self.signature = inspect.signature(type(self.module).forward)
             self.session.backends = backends_of(self.module)
-            self._install_rules()
+            self._install_plan()
         except BaseException as error:
             strip(self.module.modules())
             self._structure = None
@@ -339,7 +341,7 @@ class Installed(ForwardWrapper):
         module = memo.get(id(self.module))
         if module is None:  # a part of the model is copied
             return self
-        copied = Installed(module, self.session.of_copy(), self.rules, self._plan, self._mlp_tiles)
+        copied = Installed(module, self.session.of_copy(), self.model_plan, self._plan, self._mlp_tiles)
         memo[id(self)] = copied
         copied._had_forward = self._had_forward
         copied.original = copy.deepcopy(self.original, memo)

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.paths import class_of
 
 _SHAPE = "_lightning_cp_shape"  # attribute of a freed weight: the shape that it had
 _LOADER = "_lightning_cp_load"  # attribute of a module: a function that loads its weights after their allocation

@@ -18,8 +18,8 @@ from lightning_cp.comm.shards import sizes_in
 from lightning_cp.compat.compiler import allow_dynamic
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.evaluation import Evaluation
+from lightning_cp.engine.model_plan import ModelPlan
 from lightning_cp.engine.peers.comparison import PeerCheck
-from lightning_cp.engine.rules.rules import Rules
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.plans import Modalities
@@ -172,7 +172,7 @@ class Session:
     Attributes:
         call: the current forward; None outside of a forward.
         evaluation: for a model that is computed in patches: the current evaluation.
-        rules: the plan, compiled for the model.
+        model_plan: the plan, fitted to the model.
         kernel: name of the attention kernel; "auto": that of diffusers' backend; if none is set, by device and dtype.
         backends: diffusers' registry of backends; None for other models.
         peers: compares the arguments of forwards between peers.
@@ -190,7 +190,7 @@ class Session:
 
     groups: MeshGroups
     config: ContextParallelConfig
-    rules: Rules
+    model_plan: ModelPlan
     peers: PeerCheck
     kernel: str = "auto"
     backends: Any = None
@@ -215,7 +215,7 @@ class Session:
         return Session(
             self.groups,
             self.config,
-            self.rules,
+            self.model_plan,
             peers,
             self.kernel,
             self.backends,

@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_cp.engine.attention.attention_calls import methods_called
 from lightning_cp.engine.forwards import own_forward
-from lightning_cp.engine.rules.paths import class_of, submodule, unwrapped, without_adapters
-from lightning_cp.engine.rules.rules import Rules
+from lightning_cp.engine.model_plan import ModelPlan
+from lightning_cp.engine.paths import class_of, submodule, unwrapped, without_adapters
 from lightning_cp.errors import PlanError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -39,9 +39,9 @@ class Structure:
             model was rebuilt by hand.
     """
 
-    def __init__(self, model: nn.Module, rules: Rules) -> None:
-        modules, by_path = list(model.modules()), {path: submodule(model, path) for path in _planned_paths(rules)}
-        named = {path: without_adapters(module) for path, module in by_path.items() if path not in rules.unplanned}
+    def __init__(self, model: nn.Module, model_plan: ModelPlan) -> None:
+        modules, by_path = list(model.modules()), {path: submodule(model, path) for path in _planned_paths(model_plan)}
+        named = {path: without_adapters(module) for path, module in by_path.items() if path not in model_plan.unplanned}
         self.planned = {path: (x, class_of(x)) for path, x in named.items()}
         processors = [(where, "processor") for module in modules for where in _holding_processor(module)]
         cells = [*(cell for path in by_path for cell in _steps(model, path)), *processors]
@@ -125,16 +125,16 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     yield slot.holder.__dict__, slot.name
 
 
-def _planned_paths(rules: Rules) -> list[str]:
+def _planned_paths(model_plan: ModelPlan) -> list[str]:
     """List the paths of all modules that a plan names, without the model itself."""
-    paths = {path for arguments in rules.arguments for path in arguments.paths}
+    paths = {path for arguments in model_plan.arguments for path in arguments.paths}
     paths |= {
-        *rules.attention,
-        *rules.scopes,
-        *rules.unplanned,
-        *(x.path for x in rules.outputs),
-        *(x.path for x in rules.embeddings),
-        *(x.path for x in rules.halos),
+        *model_plan.attention,
+        *model_plan.scopes,
+        *model_plan.unplanned,
+        *(x.path for x in model_plan.outputs),
+        *(x.path for x in model_plan.embeddings),
+        *(x.path for x in model_plan.halos),
     }
     return sorted(paths - {""})
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.config import AUTO_TILES
 from lightning_cp.engine.forwards import ForwardWrapper, own_forward
-from lightning_cp.engine.rules.paths import class_of, submodule, unwrapped
-from lightning_cp.engine.rules.rules import Rules
+from lightning_cp.engine.model_plan import ModelPlan
+from lightning_cp.engine.paths import class_of, submodule, unwrapped
 from lightning_cp.errors import PlanError
 from lightning_cp.rules import MLP_TILES
 
@@ -31,9 +31,9 @@ def check_tiles(tiles: object) -> None:
         raise ValueError(f"mlp_tiles={tiles!r} must be {MLP_TILES.describe().replace('null', 'None')}")
 
 
-def tile_feed_forwards(model: nn.Module, rules: Rules, tiles: int | str) -> None:
+def tile_feed_forwards(model: nn.Module, model_plan: ModelPlan, tiles: int | str) -> None:
     """Compute the feed-forwards of a model's blocks in tiles. Raises: PlanError: there are none."""
-    found = feed_forwards(model, rules)
+    found = feed_forwards(model, model_plan)
     if not found:
         raise PlanError(
             f"mlp_tiles={tiles!r}: {class_of(model).__name__} has no feed-forward that is a module of its own and "
@@ -43,7 +43,7 @@ def tile_feed_forwards(model: nn.Module, rules: Rules, tiles: int | str) -> None
         tile(module, math.ceil(width_ratio(module)) if tiles == AUTO_TILES else int(tiles))
 
 
-def feed_forwards(model: nn.Module, rules: Rules) -> dict[str, nn.Module]:
+def feed_forwards(model: nn.Module, model_plan: ModelPlan) -> dict[str, nn.Module]:
     """Find the feed-forwards in a model's blocks that compute each token alone, by path.
 
     These are modules of diffusers that take one tensor and have only linear layers (at least two, one of which returns
@@ -52,11 +52,11 @@ def feed_forwards(model: nn.Module, rules: Rules) -> dict[str, nn.Module]:
 
     Raises: PlanError: a module that the plan names has layers that do not compute each token alone.
     """
-    attending = {submodule(model, path) for path in rules.attention}
+    attending = {submodule(model, path) for path in model_plan.attention}
     found: dict[str, nn.Module] = {}
-    for block_path in sorted(rules.blocks):
+    for block_path in sorted(model_plan.blocks):
         block = submodule(model, block_path)
-        for name in rules.feed_forwards:
+        for name in model_plan.feed_forwards:
             module = submodule(block, name)
             if other := next((x for x in _leaves(module) if not _is_per_token(x)), None):
                 raise PlanError(

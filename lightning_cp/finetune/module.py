@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.data import bucket_loader
-from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.adapters.lora_plus import scale_second_matrices

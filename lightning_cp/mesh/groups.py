@@ -24,23 +24,23 @@ T = TypeVar("T")
 _KEPT = 1024  # a model has a few kinds of attention and of token counts for each size of its inputs
 
 
-class Keeper:
-    """Base of objects that keep what was derived from them. Attributes: kept: values by facts, see `keep`."""
+class Memo:
+    """Base of objects that keep what was derived from them. Attributes: memo: values by facts, see `memoize`."""
 
-    kept: dict[Hashable, Any]
+    memo: dict[Hashable, Any]
 
-    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
+    def memoize(self, facts: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for these facts before, or build it; kept as long as the object."""
-        value: T | None = self.kept.get(facts)
+        value: T | None = self.memo.get(facts)
         if value is None:
-            if len(self.kept) >= _KEPT:
-                self.kept.clear()
-            value = self.kept[facts] = build()
+            if len(self.memo) >= _KEPT:
+                self.memo.clear()
+            value = self.memo[facts] = build()
         return value
 
 
 @dataclass(frozen=True, eq=False)
-class MeshGroups(Keeper):
+class MeshGroups(Memo):
     """Process groups of one mesh that this rank belongs to.
 
     Attributes:
@@ -51,7 +51,7 @@ class MeshGroups(Keeper):
         context_rank: index of this rank in its context group.
         data_rank, data_size: index of this context group, and number of context groups.
         shares: weight of each rank of the context group, by which tokens are divided; None: equal.
-        kept: values that were derived from shapes and settings, see `keep`.
+        memo: values that were derived from shapes and settings, see `memoize`.
         compared: what ranks of the context group have found to be equal, see `note_compared`.
     """
 
@@ -65,7 +65,7 @@ class MeshGroups(Keeper):
     data_rank: int
     data_size: int
     shares: Shares | None = None
-    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     compared: set[Hashable] = field(default_factory=set, repr=False)
 
     def note_compared(self, facts: Hashable) -> None:
@@ -159,7 +159,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         equal, key = built[key], (key, weights)
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
-            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={}, compared=set())
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, memo={}, compared=set())
     groups_of_mesh: MeshGroups = built[key]
     return groups_of_mesh
 
@@ -214,7 +214,7 @@ def as_ring(
     """Build groups that use `group` both as ring and as context group."""
     place: dict[str, Any] = {"ring": group, "ulysses": None, "context": group, "context_rank": rank}
     name = f"{groups.name}:{name}{size}"
-    ring = replace(groups, name=name, context_shape=(size, 1), shares=shares, kept={}, compared=set(), **place)
+    ring = replace(groups, name=name, context_shape=(size, 1), shares=shares, memo={}, compared=set(), **place)
     _by_name[name] = ring
     return ring
 

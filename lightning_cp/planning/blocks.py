@@ -9,7 +9,7 @@ from itertools import groupby
 
 from torch import nn
 
-from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.paths import submodule
 
 
 def kind_of(block: nn.Module) -> Hashable:

@@ -22,8 +22,8 @@ from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.distributed_names import gathered_weights
+from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
-from lightning_cp.engine.rules.paths import class_of
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.sample_groups import world_control

@@ -20,7 +20,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data.divided_sampler import Shard, StepDegrees
 from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
-from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
@@ -255,7 +255,7 @@ class ContextParallel:
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
         line += show_shares(groups.shares)
         for one in installed:
-            blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
+            blocks = sum(len(rule.paths) for rule in one.model_plan.arguments if rule.is_block)
             line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
         if not installed and self.size > 1:
             line += (

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_cp.comm.agree import raise_on_all
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed
-from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.paths import class_of
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.sample_groups import world_control
 from lightning_cp.strategies.gradients import sharded_units

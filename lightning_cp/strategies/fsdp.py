@@ -33,7 +33,7 @@ from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.compat.versions import fsdp_refuses_bytes
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
-from lightning_cp.engine.rules.paths import class_of
+from lightning_cp.engine.paths import class_of
 from lightning_cp.strategies.equal_branches import EqualBranches
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.gradients import sharded_units

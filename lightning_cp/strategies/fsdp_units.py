@@ -77,7 +77,7 @@ def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Seque
     planned = [
         one.module.get_submodule(path)
         for one in installed
-        for rule in one.rules.arguments
+        for rule in one.model_plan.arguments
         if rule.is_block
         for path in rule.paths
     ]

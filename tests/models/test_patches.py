@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.installed import Installed, installed_on
-from lightning_cp.engine.rules.paths import expand, submodule
+from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, run_once
@@ -78,8 +78,8 @@ def _parallel(name: str, config: ContextParallelConfig) -> tuple[nn.Module, dict
 def _order(model: nn.Module) -> tuple[str, ...]:
     installed = installed_on(model)
     assert installed is not None
-    assert installed.rules.patches is not None
-    return installed.rules.patches.order
+    assert installed.model_plan.patches is not None
+    return installed.model_plan.patches.order
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_plans_say_that_steps_cannot_overlap_only_where_patches_are_mixed(kind: 
 @contextmanager
 def _counts(model: nn.Module, installed: Installed) -> Iterator[Counter[str]]:
     """Count the forwards of the modules that run once; end to remove the hooks."""
-    assert installed.rules.patches is not None
+    assert installed.model_plan.patches is not None
     counts, handles = Counter[str](), []
-    for pattern in installed.rules.patches.once:
+    for pattern in installed.model_plan.patches.once:
         with suppress(PlanError):
             for path in expand(model, pattern):
                 handles.append(

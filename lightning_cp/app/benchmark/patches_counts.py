@@ -21,7 +21,7 @@ from lightning_cp.comm.shards import shard_range
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
-from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
@@ -77,7 +77,7 @@ def count_patches(model: nn.Module, arguments: dict[str, Any], patches: int = _P
     Args: arguments: arguments of `model.forward`, on the meta device. The model is made parallel over one rank.
     """
     installed = parallelize(model, ContextParallelConfig(), check_peers="off")
-    assert installed.rules.patches is not None, f"{type(model).__name__} cannot be computed in patches"
+    assert installed.model_plan.patches is not None, f"{type(model).__name__} cannot be computed in patches"
     blocks = [submodule(model, path) for path in blocks_of(installed)]
     key_bytes, outputs = [0] * len(blocks), [0] * len(blocks)
     evaluation = PatchEvaluation.of(installed.session, patches)

@@ -80,7 +80,7 @@ def _mask_of(q: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     def build() -> Tensor:
         return _with_constants(tiles.index.to(q.device), (0, 1))
 
-    return tiles.keep("index", build), _with_constants(tiles.bits, (1, 2))
+    return tiles.memoize("index", build), _with_constants(tiles.bits, (1, 2))
 
 
 def _tables(tiles: Tiles) -> tuple[Tensor, ...]:
@@ -95,7 +95,7 @@ def _tables(tiles: Tiles) -> tuple[Tensor, ...]:
                 lists += [listed.sum(-1, dtype=torch.int32).contiguous(), order.contiguous()]
         return tuple(_with_constants(x.to(tiles.bits.device), (0, 1)) for x in lists)
 
-    return tiles.keep("tables", build)
+    return tiles.memoize("tables", build)
 
 
 def _same_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

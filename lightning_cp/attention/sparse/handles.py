@@ -58,7 +58,7 @@ def _add_handle(block_mask: Any) -> Tensor:
 
 def new_handle(mask: SparseMask) -> Tensor:
     """Return a new handle. It refers to a copy of the mask, so that a mask that has a handle is no reference cycle."""
-    number = mask.keep("number", lambda: next(_numbers))
+    number = mask.memoize("number", lambda: next(_numbers))
     shared = _by_number.get(number)
     if shared is None:
         shared = _by_number[number] = mask.copy(keeps=True)
@@ -90,7 +90,7 @@ def _select(handle: Tensor, queries: Sequence[int], keys: Sequence[int]) -> Tens
         queries, keys = (x if places is None else x[places] for x, places in zip(orders, map(_positions, facts)))
         return mask.in_order(queries, keys) if len(queries) == mask.lengths[0] else mask.of_queries(queries)
 
-    return new_handle(mask.keep(("selected", *facts), build))
+    return new_handle(mask.memoize(("selected", *facts), build))
 
 
 def _positions(places: Sequence[int]) -> Tensor | None:

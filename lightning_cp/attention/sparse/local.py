@@ -15,7 +15,7 @@ from lightning_cp.attention.sparse.needed import Needs, find_needs
 from lightning_cp.attention.sparse.tiles import KernelFor, Tiles, attend_runs, attend_runs_backward, tiles_of
 from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
-from lightning_cp.mesh.groups import Keeper
+from lightning_cp.mesh.groups import Memo
 
 NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
 _log = logging.getLogger("lightning_cp")
@@ -28,7 +28,7 @@ _GOOD = 1.1  # work of the busiest rank, relative to the mean
 _PIECES = 16  # dealt to each rank, at least
 
 
-class LocalMask(Keeper):
+class LocalMask(Memo):
     """A sparse mask for the queries of one rank and the keys of its ring.
 
     Args:
@@ -63,7 +63,7 @@ class LocalMask(Keeper):
         self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
         if rank == heads.start == 0 and len(keys) > 1 and len(_logged) < _LOGGED:
             _log_once(self, mask, queries, keys)
-        self.kept = {}
+        self.memo = {}
 
     def tiles(self, heads: Heads, keys: range) -> Tiles:
         """Return the tiles of this rank's queries over some keys, found once.
@@ -78,7 +78,7 @@ class LocalMask(Keeper):
             positions = self._keys[self.needs.received] if keys.start < 0 else self._keys[keys.start : keys.stop]
             return tiles_of(self._mask, self._queries, positions, heads=own, device=self._device)
 
-        return self.keep((own.start, own.stop, keys.start, keys.stop), build)
+        return self.memoize((own.start, own.stop, keys.start, keys.stop), build)
 
 
 def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ def _uses_flex(q: Tensor, tiles: Tiles, kernel: str) -> bool:
     from lightning_cp.attention.sparse.flex import is_supported
 
     facts = q.shape[0], *q.shape[2:], q.dtype
-    return tiles.keep(facts, lambda: is_supported(q) and not is_faster_in_runs(tiles, q.shape[0], *q.shape[2:]))
+    return tiles.memoize(facts, lambda: is_supported(q) and not is_faster_in_runs(tiles, q.shape[0], *q.shape[2:]))
 
 
 def is_faster_in_runs(tiles: Tiles, batch: int, heads: int, head_dim: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import checked_order
 from lightning_cp.errors import ShapeError
-from lightning_cp.mesh.groups import Keeper
+from lightning_cp.mesh.groups import Memo
 
 # (sample, head, position of the query, position of the key) -> True if the query attends to the key. All are int64
 # tensors that can be broadcast to each other, and so must the result be.
@@ -85,7 +85,7 @@ def all_of(x: Tensor, dim: int) -> Tensor:
     return x.view(torch.uint8).amin(dim).bool()
 
 
-class SparseMask(Keeper):
+class SparseMask(Memo):
     """Mask of a whole sequence, in positions of that sequence, for `context_parallel_attention(block_mask=…)`.
 
     Made by `from_block_mask`, `from_mask_mod` and `from_documents`. Do not change it, or tensors that `mask_mod`
@@ -101,7 +101,7 @@ class SparseMask(Keeper):
         device: device on which `mask_mod` is called.
         orders: position of each query and of each key, int64 on the host, in the order in which ranks hold them (all
             of rank 0, then of rank 1, …); None: ascending. See `in_order`.
-        kept: what was derived from the mask, see `keep`. Neither copied nor pickled.
+        memo: what was derived from the mask, see `memoize`. Neither copied nor pickled.
         source: the BlockMask from which the mask was made, or None.
     """
 
@@ -116,7 +116,7 @@ class SparseMask(Keeper):
     ) -> None:
         self.mask_mod, self.kinds, self.lengths, self.device, self.orders = mask_mod, kinds, lengths, device, orders
         self.block_size = min(block_size[0], max(lengths[0], 1)), min(block_size[1], max(lengths[1], 1))
-        self.kept: dict[Hashable, Any] = {}
+        self.memo: dict[Hashable, Any] = {}
         self.source: Callable[[], Any] = lambda: None
 
     @staticmethod
@@ -270,7 +270,7 @@ class SparseMask(Keeper):
         b, h, q, k = (x.to(self.device) for x in (b, h, q, k))
         if in_partial_blocks:
             return call_mask_mod(self.mask_mod, b, h, q, k)
-        kinds = self.keep("kinds", lambda: self.kinds.to(self.device))
+        kinds = self.memoize("kinds", lambda: self.kinds.to(self.device))
         b_of_table, h_of_table = (x.clamp(max=n - 1) for x, n in zip((b, h), kinds.shape, strict=False))
         table = kinds[b_of_table, h_of_table, q // self.block_size[0], k // self.block_size[1]]
         return (call_mask_mod(self.mask_mod, b, h, q, k) & (table > EMPTY)) | (table == FULL)
@@ -296,10 +296,10 @@ class SparseMask(Keeper):
         return self.mask_mod, self.kinds, self.lengths, self.block_size, self.device, self.orders
 
     def copy(self, *, keeps: bool) -> SparseMask:
-        """Return another object for the same mask. Args: keeps: share `kept`."""
+        """Return another object for the same mask. Args: keeps: share `memo`."""
         other = SparseMask(*self._facts)
         if keeps:
-            other.kept, other.source = self.kept, self.source
+            other.memo, other.source = self.memo, self.source
         return other
 
     def __deepcopy__(self, memo: object) -> SparseMask:

@@ -27,14 +27,14 @@ from lightning_cp.kernels import (
     attend,
     attend_backward,
 )
-from lightning_cp.mesh.groups import Keeper
+from lightning_cp.mesh.groups import Memo
 
 CUDA_TILE = 128  # of the CUDA kernel
 KernelFor = Callable[[Tensor | None], Kernel]  # the kernel for a mask, or for none
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles(Keeper):
+class Tiles(Memo):
     """Mask of some queries over some keys, in tiles of `size` queries and keys; the last ones may be smaller.
 
     Attributes:
@@ -50,7 +50,7 @@ class Tiles(Keeper):
     index: Tensor
     size: tuple[int, int]
     lengths: tuple[int, int]
-    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_empty(self) -> bool:
@@ -244,7 +244,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _rows(tiles: Tiles, queries_per_key: int) -> list[list[_Run]]:
     """List the kernel calls of each range of queries that attends to a key: full tiles, partial tiles."""
-    return tiles.keep(queries_per_key, lambda: list(_find_rows(tiles, queries_per_key)))
+    return tiles.memoize(queries_per_key, lambda: list(_find_rows(tiles, queries_per_key)))
 
 
 def _find_rows(tiles: Tiles, queries_per_key: int) -> Iterator[list[_Run]]:

@@ -53,7 +53,7 @@ def _choose(original: Callable[..., Any], session: Session, *args: Any, **kwargs
     Ranks: all of the context group. Communication: the means of queries and of keys, 1/64 of each.
     Raises, on every rank: InterceptionError: patches. ShapeError: the shards do not consist of whole blocks.
     """
-    call, modality = session.current(), session.rules.main
+    call, modality = session.current(), session.model_plan.main
     if call.evaluation is not None:
         raise InterceptionError(
             "sparse_params (NABLA) cannot be used with patches (PipeFusion): leave it out, or set patches=1"

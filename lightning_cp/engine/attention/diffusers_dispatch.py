@@ -41,7 +41,7 @@ def kernel_for(session: Session, backend: Any) -> str:
     if backend is None and session.backends is not None:
         backend = session.backends._active_backend
     name = getattr(backend, "value", backend)
-    refused = session.rules.refused_backends
+    refused = session.model_plan.refused_backends
     if name in refused:
         raise InterceptionError(
             f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set "

@@ -107,7 +107,7 @@ def _places(session: Session, kind: Attention, modalities: Modalities) -> list[i
     present = [modality for modality in modalities if call.lengths.get(modality)]
     if len(present) < 2:
         return []
-    order = session.rules.patches.order if session.rules.patches else ()
+    order = session.model_plan.patches.order if session.model_plan.patches else ()
     if set(present) <= set(order):
         present.sort(key=order.index)
     elif not kind.ordered:

@@ -34,7 +34,7 @@ class UnplannedAttention:
     costs an all-gather of a few numbers and a host synchronisation for each call. Compiled code compares token counts
     instead.
 
-    Attributes: model: the parallel model; `session.rules.unplanned` has the paths of modules that are known to attend.
+    Attributes: model: the parallel model; `session.model_plan.unplanned` has the paths of modules known to attend.
     Ranks: all of the context group.
     Raises: InterceptionError: keys or values are shards, so queries would attend to this rank's tokens only.
     """
@@ -84,7 +84,7 @@ class UnplannedAttention:
 
     def _caller(self) -> str:
         """Return the path of the module that is attending: the innermost one on the stack."""
-        paths = self.session.rules.unplanned or ("the model",)
+        paths = self.session.model_plan.unplanned or ("the model",)
         if not torch.compiler.is_compiling():
             modules = {id(inner): path or "the model itself" for path, inner in self.model.named_modules()}
             frame: types.FrameType | None = sys._getframe()

@@ -15,8 +15,8 @@ from lightning_cp.engine.attend import AttentionDispatcher
 from lightning_cp.engine.attention.outside_blocks import UnplannedAttention
 from lightning_cp.engine.attention.scope import SCOPE, Scope, ScopedAttention
 from lightning_cp.engine.hook_base import EngineHook
-from lightning_cp.engine.rules.paths import submodule
-from lightning_cp.engine.rules.rules import AttentionSpecs, Rules
+from lightning_cp.engine.model_plan import AttentionSpecs, ModelPlan
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.lengths import possible_sizes
 from lightning_cp.errors import InterceptionError
@@ -38,19 +38,19 @@ class Scopes:
         self._scopes: dict[tuple[_Kinds, bool], Scope] = {}
         self._hooks: dict[tuple[Scope, Scope, bool], ScopeHook] = {}
 
-    def of_model(self, rules: Rules) -> Scope:
+    def of_model(self, fitted: ModelPlan) -> Scope:
         """Return the scope outside of blocks."""
-        return self._scope(_UNPLANNED if rules.main else None, drops=False)
+        return self._scope(_UNPLANNED if fitted.main else None, drops=False)
 
-    def hooks(self, rules: Rules) -> Iterator[tuple[nn.Module, ScopeHook | BypassHook]]:
+    def hooks(self, fitted: ModelPlan) -> Iterator[tuple[nn.Module, ScopeHook | BypassHook]]:
         """Yield each module with another scope than the module around it, and those around attention, with a hook.
 
-        In blocks with attention across ranks and in modules of `rules.not_followed`, the hook checks the interception.
+        In blocks with attention across ranks and in modules of `not_followed`, the hook checks the interception.
         """
-        model, planned = self._model, self._own(rules)
-        across = {path for path in rules.blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
-        hooked = {*rules.blocks, *(x for path in rules.attention for x in (*_parents(path), path))}
-        scopes: dict[str, Scope] = {"": self.of_model(rules)}
+        model, planned = self._model, self._own(fitted)
+        across = {path for path in fitted.blocks if any(f"{at}.".startswith(f"{path}.") for at in fitted.attention)}
+        hooked = {*fitted.blocks, *(x for path in fitted.attention for x in (*_parents(path), path))}
+        scopes: dict[str, Scope] = {"": self.of_model(fitted)}
         seen: set[nn.Module] = set()  # one module may have several paths, through wrappers for example
         for path in sorted({*planned, *hooked} - {""}, key=lambda path: path.count(".")):
             around = _around(path, scopes)
@@ -60,19 +60,19 @@ class Scopes:
                 continue
             if path in hooked or scopes[path] is not around:
                 seen.add(module)
-                yield module, self._hook(scopes[path], around, path in across or path in rules.not_followed)
+                yield module, self._hook(scopes[path], around, path in across or path in fitted.not_followed)
         for path, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
                 yield module, BypassHook(self._session, model, self._scope((), drops=False), _around(path, scopes))
 
-    def _own(self, rules: Rules) -> dict[str, Scope]:
+    def _own(self, fitted: ModelPlan) -> dict[str, Scope]:
         model = self._model
-        whole = {_canonical(model, path) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
+        whole = {_canonical(model, path) for rule in fitted.arguments if rule.gathers for path in rule.paths if path}
         planned = {
-            path: self._scope(kinds, drops=True) for path, kinds in (*rules.scopes.items(), *rules.attention.items())
+            path: self._scope(kinds, drops=True) for path, kinds in (*fitted.scopes.items(), *fitted.attention.items())
         }
-        if not rules.blocks:  # without blocks, the outermost modules with attention get shards
-            outermost = {_outermost(model, path) for path in rules.attention if path}
+        if not fitted.blocks:  # without blocks, the outermost modules with attention get shards
+            outermost = {_outermost(model, path) for path in fitted.attention if path}
             planned |= {path: self._scope(None, drops=True) for path in outermost}
         inside = tuple(f"{path}." for path in whole)
         planned = {path: scope for path, scope in planned.items() if not path.startswith(inside)}

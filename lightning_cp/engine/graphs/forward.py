@@ -30,8 +30,8 @@ from lightning_cp.engine.graphs import recorder
 from lightning_cp.engine.graphs.model_state import PLAIN, ModelState, compared
 from lightning_cp.engine.graphs.recorder import GraphRecorder, Recording, Timing
 from lightning_cp.engine.installed import Installed, installed_on
+from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers.checksum import version_of
-from lightning_cp.engine.rules.paths import unwrapped
 from lightning_cp.errors import PlanError
 from lightning_cp.nest import named_leaves
 from lightning_cp.undoable import Undo, intercept_calls

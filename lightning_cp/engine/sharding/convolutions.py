@@ -17,8 +17,8 @@ from lightning_cp.comm.shards import gather_shards, sizes_in
 from lightning_cp.comm.transforms import transforms_are_on
 from lightning_cp.engine.forwards import has_dropout, own_function
 from lightning_cp.engine.hook_base import EngineHook
-from lightning_cp.engine.rules.paths import class_of, without_adapters
-from lightning_cp.engine.rules.rules import Embedding, Halo
+from lightning_cp.engine.model_plan import Embedding, Halo
+from lightning_cp.engine.paths import class_of, without_adapters
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.groups import MeshGroups

@@ -15,7 +15,7 @@ from lightning_cp.comm.shards import gather_shards
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.hook_base import EngineHook, refuse_arguments
-from lightning_cp.engine.rules.rules import Arguments, Outputs
+from lightning_cp.engine.model_plan import Arguments, Outputs
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharding.lengths import find_sizes
 from lightning_cp.engine.sharding.specs import check_dim, shard, shard_unconditionally, unshard
@@ -80,7 +80,7 @@ class OutputHook(EngineHook):
         if not rule.always:
             before = tuple(session.current().lengths)
             return shard(output, rule.spec, name=name, session=session, strict=True, before=before)
-        assert isinstance(rule.spec, tuple), "compile_rules makes a tuple, one spec for each output"
+        assert isinstance(rule.spec, tuple), "fit_plan makes a tuple, one spec for each output"
         values = [output] if isinstance(output, Tensor) else list(output)
         if rule.gathers and len(values) != len(rule.spec):
             raise ShapeError(f"{rule.path} returns {len(values)} outputs, but its plan gathers {len(rule.spec)}")
@@ -98,7 +98,7 @@ class OutputHook(EngineHook):
         return values[0] if isinstance(output, Tensor) else type(output)(values)
 
     def _gather(self, x: Tensor, spec: Spec) -> Tensor:
-        assert isinstance(spec, Split), "rules hold one split for each gathered output"
+        assert isinstance(spec, Split), "a model plan holds one split for each gathered output"
         if not spec.is_for(x.ndim):
             return x
         check_dim(x, spec, self.rule.path)
@@ -174,9 +174,9 @@ def shard_before_checkpoint(
     Returns: the arguments to call the block with; None: the block must split them itself.
     """
     hooks = [getattr(hook, "__self__", None) for hook in getattr(block, "_forward_pre_hooks", {}).values()]
-    rules = [hook.rule for hook in hooks if isinstance(hook, ArgumentHook)]
-    kept = any(True for rule in rules for spec in rule.specs.values() for _ in of_type(Kept, spec))
-    if len(rules) != 1 or kept or call.num_shards == 1 or call.split_block is not None:
+    actions = [hook.rule for hook in hooks if isinstance(hook, ArgumentHook)]
+    kept = any(True for rule in actions for spec in rule.specs.values() for _ in of_type(Kept, spec))
+    if len(actions) != 1 or kept or call.num_shards == 1 or call.split_block is not None:
         return None
     call.shares_shards = True
     try:

@@ -42,7 +42,7 @@ def shard(
             session.current().kept[spec.name] = x
             return x if spec.passed else None
         if isinstance(spec, Rows) and isinstance(x, Tensor):
-            session.current().rows[spec.modality] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
+            session.current().rows[spec.modality] = x.shape[spec.dim] // session.model_plan.dividers.get(spec.per, 1)
             return x
         if isinstance(spec, (Count, Rows)):
             return _shard_count(x, spec, name=name, session=session)
@@ -166,7 +166,7 @@ def define_length(n: int, spec: Split | Count, *, name: str, session: Session) -
     unknown = [modality for modality in dict.fromkeys(spec.modalities) if modality not in call.lengths]
     if not unknown:
         return
-    unknown = [modality for modality in unknown if modality not in session.rules.optional] or unknown
+    unknown = [modality for modality in unknown if modality not in session.model_plan.optional] or unknown
     rest = n - sum(call.lengths[modality] for modality in spec.modalities if modality in call.lengths)
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
     if len(unknown) > 1 or spec.modalities.count(unknown[0]) > 1 or rest < 0 or aside:
@@ -174,7 +174,7 @@ def define_length(n: int, spec: Split | Count, *, name: str, session: Session) -
             f"{name} holds the modalities {spec.modalities}, but the lengths of {unknown} are unknown: split another "
             "tensor of these modalities before it"
         )
-    everywhere = unknown[0] == session.rules.main or (unknown[0] in session.rules.needed and rest > 0)
+    everywhere = unknown[0] == session.model_plan.main or (unknown[0] in session.model_plan.needed and rest > 0)
     call.define(unknown[0], rest, everywhere=everywhere, name=name)
 
 
@@ -303,7 +303,7 @@ def sequence_like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[
 
 
 def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
-    """Shard by the rules of diffusers' plans: every tensor is split, and its length serves as its modality's name."""
+    """Shard as in diffusers' plans: every tensor is split, and its length serves as its modality's name."""
     if value is None or spec is None:
         return value
     if isinstance(spec, tuple):

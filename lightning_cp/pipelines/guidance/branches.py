@@ -200,12 +200,12 @@ def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[s
 
     Args: how: the setting that divides the calls. Raises: ShapeError.
     """
-    refuse_arguments(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
+    refuse_arguments(installed.model_plan.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
 
 
 def refuse_packed_samples(installed: Installed, cfg: int) -> None:
     """Refuse a batch of branches if the plan says that its arguments cannot be divided. Raises: GuidanceError."""
-    if installed.rules.patches is not None and not installed.rules.patches.samples:
+    if installed.model_plan.patches is not None and not installed.model_plan.patches.samples:
         raise GuidanceError(
             f"cfg={cfg} divides the samples of a call, but the plan of {type(installed.module).__name__} says that its "
             "arguments cannot be divided by samples (samples=False): use cfg=1, and use the ranks for ring or ulysses"
@@ -217,7 +217,7 @@ def refuse_unequal_lengths(installed: Installed, cfg: int, args: tuple[Any, ...]
 
     Raises: GuidanceError.
     """
-    plan = installed.rules.patches
+    plan = installed.model_plan.patches
     if plan is None or plan.multiple is None:
         return
     for name, value in arguments_by_name(installed.signature, args, kwargs).items():

@@ -14,7 +14,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import tree_map
 from lightning_cp.config import check_degree, context_config
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.engine.rules.paths import unwrapped
+from lightning_cp.engine.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.mesh.sample_groups import SampleGroups, sample_groups_for
 from lightning_cp.nest import of_type

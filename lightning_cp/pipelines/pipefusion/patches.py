@@ -24,7 +24,7 @@ from lightning_cp.comm.shards import gather_shards, shard_range
 from lightning_cp.engine.attention.masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.evaluation import Evaluation
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.rules.paths import expand, submodule
+from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharding.lengths import Sizes
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
@@ -60,8 +60,8 @@ class PatchEvaluation(Evaluation):
     @classmethod
     def of(cls, session: Session, patches: int) -> PatchEvaluation:
         """Return an evaluation with empty buffers."""
-        assert session.rules.patches is not None, "parallelize_pipeline refuses other classes"
-        return cls(session, patches, session.rules.patches.order)
+        assert session.model_plan.patches is not None, "parallelize_pipeline refuses other classes"
+        return cls(session, patches, session.model_plan.patches.order)
 
     def begin(self, patch: int | None) -> None:
         """Begin the forward of a patch, or of the whole sequence (None)."""
@@ -236,7 +236,7 @@ def current_evaluation(session: Session) -> PatchEvaluation | None:
 
 def run_once(installed: Installed) -> list[Undo]:
     """Compute the modules in `Patches.once` for the first patch only. Returns: functions to undo it."""
-    plan, module = installed.rules.patches, installed.module
+    plan, module = installed.model_plan.patches, installed.module
     return [
         intercept_calls(submodule(module, path), partial(_once, installed.session, path))
         for pattern in (plan.once if plan is not None else ())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.nest import of_type
@@ -204,7 +204,7 @@ class PatchRunner:
         if self.results is None:
             return self._run_in(branch, partial(self._run, compute, forwards))
         assert self.stage is not None, "only a stage has results"
-        plan = self.installed.rules.patches
+        plan = self.installed.model_plan.patches
         overlaps = self.patches == 1 or (plan is not None and plan.overlaps)
         self.results.enter(self.stage, (key, len(forwards)), call, overlaps=overlaps)
         if is_own:
@@ -215,7 +215,7 @@ class PatchRunner:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
-        plan = self.installed.rules.patches
+        plan = self.installed.model_plan.patches
         assert plan is not None, "parallelize_pipeline refuses other classes"
         arguments = arguments_by_name(self.installed.signature, args, kwargs)
         masks = of_type(torch.Tensor, [arguments.get(name) for name in plan.masks])
@@ -225,7 +225,7 @@ class PatchRunner:
         """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
         if self.patches == 1:
             assert self.stage is not None, "there are stages or patches"
-            plan = self.installed.rules.patches
+            plan = self.installed.model_plan.patches
             most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
             batches = divide_samples(self.installed.module, args, kwargs, most)
             return [_Forward(*batch, None, (self._key(*batch), i)) for i, batch in enumerate(batches)]
@@ -319,7 +319,7 @@ def make_patch_runners(
         transfers = ResultTransfers(ranks.stages, ranks.pipe_results, ranks.control, ranks.cfg_rank)
         results = StageResults(transfers, votes, on_step)
     for name, installed in transformers.items():
-        kind, plan = type(installed.module).__name__, installed.rules.patches
+        kind, plan = type(installed.module).__name__, installed.model_plan.patches
         if plan is None:
             raise PlanError(
                 f"{kind} cannot be computed in patches or stages: its plan does not support it "

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.meta import free_weights, freed_weights, load_deferred
-from lightning_cp.engine.rules.paths import submodule
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.sharding.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh.sample_groups import StageGroup
@@ -30,8 +30,8 @@ from lightning_cp.undoable import Undo, intercept_calls
 
 def blocks_of(installed: Installed) -> list[str]:
     """Return the paths of a transformer's blocks, in the order of its forward."""
-    lists = [rule.paths for rule in installed.rules.arguments if rule.is_block]
-    plan = installed.rules.patches
+    lists = [rule.paths for rule in installed.model_plan.arguments if rule.is_block]
+    plan = installed.model_plan.patches
     if plan is not None and plan.alternate:
         return [path for paths in zip(*lists, strict=True) for path in paths]
     return [path for paths in lists for path in paths]

@@ -57,7 +57,7 @@ def _installed(model: nn.Module) -> Any:
     return SimpleNamespace(
         module=model,
         caches=StepCaches(model, session=None),  # type: ignore[arg-type]
-        rules=SimpleNamespace(keeps_keys={}),
+        model_plan=SimpleNamespace(keeps_keys={}),
         signature=inspect.signature(type(model).forward),
     )
 

@@ -75,7 +75,7 @@ def test_some_queries_have_their_rows_of_the_mask(places: tuple[int, int]) -> No
 
 def _planned(kinds: tuple[Attention, ...], evaluation: Any = None) -> Any:
     call = Call(SINGLE_RANK, mock.Mock(), evaluation, defined={"text": 4, "image": 5})
-    session = SimpleNamespace(current=lambda: call, rules=SimpleNamespace(patches=None))
+    session = SimpleNamespace(current=lambda: call, model_plan=SimpleNamespace(patches=None))
     return session, kinds, None
 
 

@@ -206,7 +206,7 @@ def test_which_classes_are_tiled(kind: str) -> None:
         expected = _tensors(model(**inputs))
     remove_context_parallel(model)
     apply_context_parallel(model, ONE, mlp_tiles=3)
-    assert feed_forwards(model, installed_on(model).rules)
+    assert feed_forwards(model, installed_on(model).model_plan)
     with torch.no_grad(), KeepFloat64():
         found = _tensors(model(**inputs))
     for a, b in zip(found, expected, strict=True):

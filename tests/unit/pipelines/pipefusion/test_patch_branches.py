@@ -14,8 +14,8 @@ from lightning_cp.pipelines.pipefusion.runner import PatchBranches
 
 
 def _branches(clock: StepClock, cfg: int = 2) -> PatchBranches:
-    rules = SimpleNamespace(patches=SimpleNamespace(order=("image",)))
-    installed = SimpleNamespace(module=nn.Module(), session=SimpleNamespace(rules=rules))
+    model_plan = SimpleNamespace(patches=SimpleNamespace(order=("image",)))
+    installed = SimpleNamespace(module=nn.Module(), session=SimpleNamespace(model_plan=model_plan))
     return PatchBranches(cast(Any, installed), 2, clock, cfg)
 
 

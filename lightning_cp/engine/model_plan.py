@@ -1,4 +1,4 @@
-"""A plan compiled for one model: the actions at each module. Built by `compiling.py`, executed by the hooks."""
+"""A plan fitted to one model: the actions at each module. Built by `fit_plan`, executed by the hooks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Rules:
-    """A plan, compiled for one model.
+class ModelPlan:
+    """A plan fitted to one model: the actions at each module.
 
     attention: kinds of attention of each module that attends across ranks, by path; None: derived from token counts.
     scopes: kinds of attention of each block, and of each module in a block that the plan's `attention` names. Other

@@ -1,4 +1,4 @@
-"""Compile a plan to rules, and check it against the model, before the model is changed."""
+"""Fit a plan to one model, and check it against the model, before the model is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.engine.attention.attention_calls import attends, check_reachable, hides_processor, is_defined_by
-from lightning_cp.engine.rules.paths import (
+from lightning_cp.engine.model_plan import Arguments, AttentionSpecs, Embedding, Halo, ModelPlan, Outputs
+from lightning_cp.engine.paths import (
     arguments_of,
     block_paths,
     expand,
@@ -20,13 +21,12 @@ from lightning_cp.engine.rules.paths import (
     submodule,
     without_adapters,
 )
-from lightning_cp.engine.rules.rules import Arguments, AttentionSpecs, Embedding, Halo, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, Rows, Spec, Split
 
 
-def compile_rules(module: nn.Module, plan: object) -> Rules:
-    """Compile a `Plan`, or a plan in diffusers' format, for `module`.
+def fit_plan(module: nn.Module, plan: object) -> ModelPlan:
+    """Fit a `Plan`, or a plan in diffusers' format, to `module`.
 
     Raises: PlanError: the plan names missing modules or arguments, or is malformed. TypeError: `plan` is no plan.
     """
@@ -39,7 +39,7 @@ def compile_rules(module: nn.Module, plan: object) -> Rules:
     )
 
 
-def _from_plan(module: nn.Module, plan: Plan) -> Rules:
+def _from_plan(module: nn.Module, plan: Plan) -> ModelPlan:
     variant = plan.variant_for(getattr(module, "config", None))
     if isinstance(variant, str):
         raise PlanError(f"this {type(module).__name__} cannot run context-parallel: {variant}")
@@ -69,7 +69,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     attention = {path: x for path, x in kinds.items() if x and not f"{path}.".startswith(whole_paths)}
     covered = [*(path for paths in plan.blocks for path in block_paths(module, paths)), *(path for path, _ in whole)]
     halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
-    return Rules(
+    return ModelPlan(
         arguments=tuple(arguments),
         outputs=tuple(outputs),
         attention=attention,
@@ -218,8 +218,8 @@ def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
         )
 
 
-def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
-    """Compile a plan in diffusers' format; kinds of attention are derived from token counts."""
+def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
+    """Fit a plan in diffusers' format; kinds of attention are derived from token counts."""
     arguments: list[Arguments] = []
     outputs: list[Outputs] = []
     for pattern, entry in plan.items():
@@ -258,7 +258,7 @@ def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
     not_followed = tuple(path for path in attention if hides_processor(module.get_submodule(path)))
-    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {}, not_followed=not_followed)
+    return ModelPlan(tuple(arguments), tuple(outputs), attention, "", {}, {}, not_followed=not_followed)
 
 
 def _to_spec(entry: Any, pattern: str, *, gathers: bool) -> Spec:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_cp.engine.rules.rules import Arguments
+from lightning_cp.engine.model_plan import Arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Spec
 
