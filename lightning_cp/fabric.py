@@ -33,7 +33,6 @@ class _FabricMixin(ContextParallelMixin):
     _script_launcher = ScriptLauncher
 
     @staticmethod
-    @override
     def _planner(example: Example) -> Any:
         from lightning_cp.planning.example import plan_example  # it imports peft
 

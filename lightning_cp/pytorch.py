@@ -49,7 +49,6 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
     _script_launcher = ScriptLauncher
 
     @staticmethod
-    @override
     def _planner(example: Example) -> Any:
         from lightning_cp.planning.example import plan_example  # it imports peft
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,17 +46,6 @@ class Example:
     autocast: torch.dtype | None
 
 
-class Chosen(Protocol):
-    """The planner's answer: degrees, and the reason for them in one line."""
-
-    @property
-    def ring(self) -> int: ...
-    @property
-    def ulysses(self) -> int: ...
-    @property
-    def reason(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Proposal:
     """The message that rank 0 sends to all ranks: degrees, or an error.
@@ -70,7 +59,7 @@ class Proposal:
     error: str = ""
 
     @classmethod
-    def of(cls, planner: Callable[[Example], Chosen], example: Callable[[], Example]) -> Proposal:
+    def of(cls, planner: Callable[[Example], Any], example: Callable[[], Example]) -> Proposal:
         """Plan on this rank. An error becomes part of the message, so that every rank raises it."""
         try:
             chosen = planner(example())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.data.divided_sampler import Shard, StepDegrees
 from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.paths import class_of
@@ -31,55 +30,6 @@ from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
 from lightning_cp.strategies.settings import StrategySettings
 
 
-@dataclass(frozen=True)
-class DegreeGroups:
-    """The process groups of every context degree of a job.
-
-    A smaller context group has neighbouring ranks of a larger one, so ranks that share a sample at any degree also
-    share the random state and the inputs of the largest degree.
-
-    Args:
-        by_tokens: largest number of tokens of a sample -> context degree.
-        built: settings and groups by degree, the largest degree is that of the strategy.
-    """
-
-    by_tokens: Mapping[int, int]
-    built: Mapping[int, tuple[ContextParallelConfig, MeshGroups]]
-
-    @classmethod
-    def build(
-        cls, config: ContextParallelConfig, groups: MeshGroups, by_tokens: Mapping[int, int] | None
-    ) -> DegreeGroups:
-        """Build the groups. Args: config, groups: config and groups of the strategy. Ranks: the whole world."""
-        degrees = dict(by_tokens or {})
-        ring, ulysses = groups.context_shape
-        built = {groups.context_size: (config, groups)}
-        for degree in sorted({*degrees.values()} - built.keys()):
-            shape = context_shape(degree, ring=ring, ulysses=ulysses)
-            smaller = replace(config, ring_degree=shape[0], ulysses_degree=shape[1])
-            built[degree] = smaller, groups_for(smaller)
-        return cls(degrees, built)
-
-    @property
-    def steps(self) -> StepDegrees:
-        """The degrees, and this rank's data group at each of them."""
-        shards = {degree: Shard(groups.data_rank, groups.data_size) for degree, (_, groups) in self.built.items()}
-        return StepDegrees(shards, self.by_tokens)
-
-    def use(self, degree: int | None, sessions: Iterable[Session]) -> MeshGroups:
-        """Compute the following forwards of models in context groups of `degree` ranks; None: the largest degree.
-
-        Returns: the groups. Ranks: the whole world. Raises: ValueError: no groups were built for this degree.
-        """
-        chosen = max(self.built) if degree is None else degree
-        if chosen not in self.built:
-            raise ValueError(f"degree={degree} must be one of {sorted(self.built)}: add it to the strategy's `degrees`")
-        config, groups = self.built[chosen]
-        for session in sessions:
-            session.use(config, groups)
-        return groups
-
-
 @dataclass
 class ContextParallel:
     """Context-parallel part of a strategy: builds the groups once ranks are started, and installs plans.
@@ -90,7 +40,9 @@ class ContextParallel:
         described: lines that were logged.
         matched: keys of `plans` and `modules` that matched a module.
         sessions: sessions of the transformers.
-        degrees: groups of the context degrees that a step can use; None before the ranks are started.
+        built: settings and groups by context degree; the largest is ring x ulysses. A smaller context group has
+            neighbouring ranks of a larger one, so ranks that share a sample at any degree also share the random state
+            and the inputs of the largest degree.
         degree, step_groups: context degree and groups of the current step, see `use_degree`.
     """
 
@@ -99,7 +51,7 @@ class ContextParallel:
     described: set[str] = field(default_factory=set, init=False)
     matched: set[Any] = field(default_factory=set, init=False)
     sessions: WeakSet[Session] = field(default_factory=WeakSet, init=False)
-    degrees: DegreeGroups | None = field(default=None, init=False)
+    built: dict[int, tuple[ContextParallelConfig, MeshGroups]] = field(default_factory=dict, init=False)
     degree: int | None = field(default=None, init=False)
     step_groups: MeshGroups | None = field(default=None, init=False)
 
@@ -138,17 +90,29 @@ class ContextParallel:
             )
 
     def set_up(self) -> MeshGroups:
-        """Build the process groups. Ranks: the whole world."""
+        """Build the process groups of every context degree. Ranks: the whole world."""
         self.groups = self.step_groups = groups_for(self.config, self.settings.shares)
         assert not isinstance(self.settings.degrees, str), '"auto" is replaced before'
-        self.degrees = DegreeGroups.build(self.config, self.groups, self.settings.degrees)
+        ring, ulysses = self.groups.context_shape
+        self.built = {self.groups.context_size: (self.config, self.groups)}
+        for degree in sorted({*(self.settings.degrees or {}).values()} - self.built.keys()):
+            shape = context_shape(degree, ring=ring, ulysses=ulysses)
+            smaller = replace(self.config, ring_degree=shape[0], ulysses_degree=shape[1])
+            self.built[degree] = smaller, groups_for(smaller)
         return self.groups
 
     def use_degree(self, degree: int | None) -> None:
-        """Compute the following forwards in context groups of `degree` ranks; see `DegreeGroups.use`."""
+        """Compute the following forwards in context groups of `degree` ranks; None: the largest degree.
+
+        Ranks: the whole world. Raises: ValueError: no groups were built for this degree.
+        """
         self.initialized_groups()
-        assert self.degrees is not None, "built with the groups"
-        self.step_groups = self.degrees.use(degree, self.sessions)
+        chosen = max(self.built) if degree is None else degree
+        if chosen not in self.built:
+            raise ValueError(f"degree={degree} must be one of {sorted(self.built)}: add it to the strategy's `degrees`")
+        config, self.step_groups = self.built[chosen]
+        for session in self.sessions:
+            session.use(config, self.step_groups)
         self.degree = degree
 
     def watch(self, *, timeout: timedelta | None) -> None:
@@ -284,6 +248,15 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(device.type)
         return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
 
+
+class ShardsBatches:
+    """Base of the strategies: shards of batches, and random numbers, for the ranks that share a sample.
+
+    At another degree (`use_degree`) these are other ranks.
+    """
+
+    context: ContextParallel
+
     def shard(self, batch: Any, dims: Mapping[str, int], order: Tensor | None = None) -> Any:
         """Return this rank's shard of the named tensors of a (nested) batch; other tensors stay whole.
 
@@ -294,7 +267,7 @@ class ContextParallel:
         Gradient: a slice; backward pads with zeros.
         Raises: ValueError: a name that is not in the batch, or `order` does not hold each position once.
         """
-        seen, groups = set[str](), self.initialized_groups(of_step=True)
+        seen, groups = set[str](), self.context.initialized_groups(of_step=True)
         result = _sharded(batch, dims, None, seen, lambda x, dim: own_shard(x, dim, groups, order))
         absent = [name for name in dims if name not in seen]
         if absent:
@@ -307,7 +280,7 @@ class ContextParallel:
         Args: order: the order that `shard` got, to undo it; None: keep the order of the shards.
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
-        return gather_uneven(x, dim, self.initialized_groups(of_step=True), order)
+        return gather_uneven(x, dim, self.context.initialized_groups(of_step=True), order)
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """Create a generator that draws the same numbers on all ranks of a context group.
@@ -315,7 +288,7 @@ class ContextParallel:
         Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
         samples, then shard them. Raises: RuntimeError: the process groups are not initialized yet.
         """
-        groups = self.initialized_groups(of_step=True)
+        groups = self.context.initialized_groups(of_step=True)
         return torch.Generator(device).manual_seed(hashed_seed(f"{seed}/{groups.data_rank}"))
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
@@ -327,7 +300,7 @@ class ContextParallel:
         Returns: loss x context size x tokens / tokens of the context group.
         Ranks: the whole context group. Source: gradients are averaged over all ranks (see docs).
         """
-        groups = self.initialized_groups(of_step=True)
+        groups = self.context.initialized_groups(of_step=True)
         if groups.context is None:
             return loss
         counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]

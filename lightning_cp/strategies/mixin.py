@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
-from lightning_cp.data.divided_sampler import StepDegrees
+from lightning_cp.data.divided_sampler import Shard, StepDegrees
 from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
@@ -31,7 +31,7 @@ from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
 from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
-from lightning_cp.strategies.context import ContextParallel
+from lightning_cp.strategies.context import ContextParallel, ShardsBatches
 from lightning_cp.strategies.gradients import mean_grad, sharded_units
 from lightning_cp.strategies.initial_weights import ReplacedWeights, equal_initial_weights
 from lightning_cp.strategies.launchers import LocalRanks, check_start_method, choose_start_method
@@ -43,7 +43,7 @@ _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # chil
 _GRAD_ARGUMENTS = list(signature(torch.autograd.grad).parameters)[2:]
 
 
-class ContextParallelMixin:
+class ContextParallelMixin(ShardsBatches):
     """Shard the tokens of each sample over ring x ulysses ranks; average gradients over all ranks.
 
     Args:
@@ -85,6 +85,7 @@ class ContextParallelMixin:
     _kwargs_targets: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
+    _planner: Callable[[Example], Any]  # chooses degrees; raises ValueError: none are possible
     _evaluates_together = False  # a forward without gradients has collectives of all ranks
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
     _batches_taken: Callable[[int], int] | None = None  # number that a loop takes from a loader of a length
@@ -159,8 +160,9 @@ class ContextParallelMixin:
     def step_degrees(self) -> StepDegrees:
         """The context degrees of `degrees` and ring x ulysses, and this rank's data group at each of them."""
         self.context.initialized_groups()
-        assert self.context.degrees is not None, "built with the groups"
-        return self.context.degrees.steps
+        built = self.context.built.items()
+        shards = {degree: Shard(groups.data_rank, groups.data_size) for degree, (_, groups) in built}
+        return StepDegrees(shards, dict(self.context.settings.degrees or {}))  # type: ignore[arg-type]
 
     def use_degree(self, degree: int | None) -> None:
         """Compute the following forwards, and their backwards, in context groups of `degree` ranks.
@@ -180,26 +182,10 @@ class ContextParallelMixin:
         """Arguments of DistributedSampler: each context group is one replica."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
-    def shard(self, batch: Any, dims: Mapping[str, int], order: Tensor | None = None) -> Any:
-        """Return this rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
-        return self.context.shard(batch, dims, order)
-
-    def gather(self, x: Tensor, dim: int, order: Tensor | None = None) -> Tensor:
-        """All-gather a sharded tensor; see `ContextParallel.gather`."""
-        return self.context.gather(x, dim, order)
-
-    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
-        """Create a generator that draws the same numbers on all context peers; see `ContextParallel.generator`."""
-        return self.context.generator(seed, device)
-
     @property
     def random_states(self) -> RandomStates:
         """Random states of all data groups, to save and load as an entry of Fabric's state."""
         return RandomStates(self.data_rank, self.data_size)
-
-    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
-        """Weight a mean loss over local tokens for gradient averaging; see `ContextParallel.local_mean`."""
-        return self.context.local_mean(loss, tokens)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
@@ -291,11 +277,6 @@ class ContextParallelMixin:
         self.context = ContextParallel(replace(self._settings, **chosen.degrees()))
         if chosen.reason:
             rank_zero_only(_log.info)(chosen.reason)
-
-    @staticmethod
-    def _planner(example: Example) -> Any:
-        """Choose degrees. Raises: ValueError: none are possible."""
-        raise NotImplementedError
 
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward.

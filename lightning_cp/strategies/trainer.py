@@ -65,24 +65,10 @@ class KeepsRandomStates(ContextParallelMixin):
         self._restore()
 
     def on_train_start(self) -> None:
-        """Let data groups draw different noise in training."""
-        super().on_train_start()  # type: ignore[misc]
+        """Let data groups draw different noise. (Lightning's strategies do nothing at these starts.)"""
         self._separate_random_states()
 
-    def on_validation_start(self) -> None:
-        """Let data groups draw different noise in validation."""
-        super().on_validation_start()  # type: ignore[misc]
-        self._separate_random_states()
-
-    def on_test_start(self) -> None:
-        """Let data groups draw different noise in a test."""
-        super().on_test_start()  # type: ignore[misc]
-        self._separate_random_states()
-
-    def on_predict_start(self) -> None:
-        """Let data groups draw different noise in prediction."""
-        super().on_predict_start()  # type: ignore[misc]
-        self._separate_random_states()
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set the random states of a checkpoint that was saved within an epoch, before the first batch."""

@@ -78,9 +78,9 @@ MAX_LINES = {
     "pipelines": 6120,
     "planning": 2840,
     "plans": 1820,
-    "root": 1740,
+    "root": 1730,
     "sampling": 210,
-    "strategies": 3250,
+    "strategies": 3180,
     "training": 520,
     "vae": 960,
 }
