@@ -183,10 +183,10 @@ def exchange_lengths(
         check()
     if is_known:
         query, key = tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2])
-        sizes = {} if mask is None else {groups.context_rank: (mask.shape[2], mask.shape[3])}
     else:
         query, key = (tuple(other[i] for other in signatures) for i in (1, 2))
-        sizes = {} if mask is None else {rank: (x[3], x[4]) for rank, x in enumerate(signatures)}
+    by_rank = {rank: (x[3], x[4]) for rank, x in enumerate(signatures)}
+    sizes = {} if mask is None else by_rank or {groups.context_rank: (mask.shape[2], mask.shape[3])}
     lengths = _lengths_of(query, key, sizes)
     if sparse is not None:
         sparse.check_shapes(q.shape[0], q.shape[2], sum(lengths.query), sum(lengths.key))
@@ -240,7 +240,8 @@ def _compare_calls(
         check()
         scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
-        shape += [zlib.crc32(repr(groups.shares).encode()), given]
+        layout = (groups.shares, groups.context_shape, settings.rotate_method)
+        shape += [zlib.crc32(repr(layout).encode()), given]
         shape += [-1 if sparse is None else sparse.checksum]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
@@ -265,8 +266,8 @@ def _compare_calls(
         listing = "; ".join(f"rank {rank}: {other[5:-1]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, of the lengths given): "
-            f"{listing}"
+            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, degrees and rotate_method, "
+            f"of the lengths given): {listing}"
         )
     return signatures
 

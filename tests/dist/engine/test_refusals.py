@@ -184,10 +184,18 @@ def _mismatch(rank: int, world: int, mode: str) -> list[str]:
     arguments = _arguments(mode) | {"attn_mask": _mask(2, S, dtype=torch.bool if rank else torch.float32)}
     with pytest.raises(PeerMismatchError) as caught:
         context_parallel_attention(**arguments)
-    arguments = _arguments(mode) | {"attn_mask": _mask(2, 1, S, 3 * S) if rank else _mask(2, S)}
-    with pytest.raises(ShapeError) as kinds:
-        context_parallel_attention(**arguments)
-    return [*messages, str(caught.value), str(kinds.value)]
+    messages.append(str(caught.value))
+    for known in ({}, {"q_lengths": [S] * 3, "kv_lengths": [S] * 3}):
+        arguments = _arguments(mode) | {"attn_mask": _mask(2, 1, S, 3 * S) if rank else _mask(2, S)} | known
+        with pytest.raises(ShapeError) as kinds:
+            context_parallel_attention(**arguments)
+        messages.append(str(kinds.value))
+        for other in MODES.keys() - {mode}:
+            groups_for(_config(other))  # on all ranks
+            arguments = _arguments(other if rank == 2 else mode) | known
+            with pytest.raises(PeerMismatchError, match="degrees and rotate_method"):
+                context_parallel_attention(**arguments)
+    return messages
 
 
 @pytest.mark.parametrize("mode", MODES)
