@@ -88,7 +88,7 @@ def test_a_full_disk_is_one_line_after_the_table(
     written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: Any = mock.Mock()
-    monkeypatch.setattr(search, "plan", lambda request: found)
+    monkeypatch.setattr(search, "search", lambda request: found)
     monkeypatch.setattr(command, "request_of", mock.Mock())
     shown = {
         "table": lambda *_: "the table",

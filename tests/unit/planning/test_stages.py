@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_cp.planning.pipeline import component_run
 from torch import Tensor, nn
 
 from lightning_cp.device_profile import CPU
 from lightning_cp.mesh.groups import SINGLE_RANK
+from lightning_cp.planning import components
 from lightning_cp.planning.components import (
     Component,
     ComponentRuns,
@@ -141,7 +141,7 @@ def test_an_error_of_our_own_code_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.device("meta"):
         component = Component("linear", "encode", nn.Linear(8, 8), {"input": torch.empty(1, 8)})
     assert not isinstance(ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32), str)
-    monkeypatch.setattr(component_run, "links_of", None)
+    monkeypatch.setattr(components, "links_of", None)
     with pytest.raises(TypeError, match="NoneType"):
         ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32)
 
