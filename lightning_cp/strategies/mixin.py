@@ -26,7 +26,12 @@ from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
-from lightning_cp.engine.attention.stand_ins import SHARED_SAMPLES, install_stand_ins, release_stand_ins
+from lightning_cp.engine.attention.stand_ins import (
+    SHARED_SAMPLES,
+    averaged_backward,
+    install_stand_ins,
+    release_stand_ins,
+)
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
@@ -289,7 +294,8 @@ class ContextParallelMixin(ShardsBatches):
         checks = self._settings.check_peers != "off"
         averages_weights = getattr(self, "_model_averaging_period", None) is not None  # they may differ in between
         self._agreement.before_backward(args[0], optimizers=checks, weights=checks and not averages_weights)
-        return super().backward(*args, **settings)  # type: ignore[misc]
+        with averaged_backward():
+            return super().backward(*args, **settings)  # type: ignore[misc]
 
     def grad(self, outputs: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
         """Compute `torch.autograd.grad`: the gradients of one process, on every rank, for use within a step.

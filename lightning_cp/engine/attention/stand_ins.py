@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, update_wrapper, wraps
 from types import FunctionType, ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.compat.compiler import trace_as_before, trace_into
 from lightning_cp.compat.torch_names import (
@@ -40,6 +42,7 @@ from lightning_cp.engine.attention.dropout import drop
 from lightning_cp.engine.attention.masks import attend_here, call_flex
 from lightning_cp.engine.attention.replay import RECOMPUTING
 from lightning_cp.engine.attention.scope import SCOPE, Scope, without_scope
+from lightning_cp.engine.peers.checksum import version_of
 from lightning_cp.errors import InterceptionError
 
 SDPA, DISPATCH, FLEX = "scaled_dot_product_attention", "dispatch_attention_fn", "flex_attention"
@@ -56,6 +59,7 @@ _UNDER: dict[int, _Function] = {}  # by ID of the stand-in: its original functio
 _TRACED: dict[_Function, _Function] = {}  # the same, by original function
 _USERS: WeakSet[Any] = WeakSet()
 SHARED_SAMPLES: WeakSet[nn.Module] = WeakSet()  # set up by a strategy; each rank's gradients are a part
+_AVERAGING: list[bool] = []  # not empty in a strategy's backward
 
 
 def install_stand_ins(user: object) -> None:
@@ -268,7 +272,15 @@ def _backward(original: _Function) -> _Function:
     @wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         _refuse_weights(kwargs.get("inputs", args[5] if len(args) > 5 else None))
+        before = _unaveraged_gradients()
         original(*args, **kwargs)
+        changed = next((name for name, x in _unaveraged_gradients().items() if x != before.get(name)), None)
+        if changed is not None:
+            raise ValueError(
+                f"this backward has left this rank's part of a gradient in {changed.removeprefix('module.')}.grad, "
+                "because several ranks share each sample: use self.manual_backward(loss) in a LightningModule, which "
+                "averages gradients over the ranks (fabric.backward(loss) with Fabric)"
+            )
 
     return backward
 
@@ -293,6 +305,25 @@ def _refuse_weights(inputs: Any) -> None:
                 "gradient of one process on every rank (fabric.strategy.grad, or self.trainer.strategy.grad in a "
                 "LightningModule)"
             )
+
+
+@contextmanager
+def averaged_backward() -> Iterator[None]:
+    """Allow a backward into the weights of DDP modules: a strategy has prepared their reduction."""
+    _AVERAGING.append(True)
+    try:
+        yield
+    finally:
+        _AVERAGING.pop()
+
+
+def _unaveraged_gradients() -> dict[str, Any]:
+    """Return what changes with a gradient of a DDP module, by name; nothing where gradients are averaged."""
+    if not SHARED_SAMPLES or _AVERAGING or torch.compiler.is_compiling() or in_backward():
+        return {}
+    modules = (x for x in SHARED_SAMPLES if isinstance(x, DistributedDataParallel))  # FSDP2 reduces in its own hooks
+    named = (pair for module in modules for pair in module.named_parameters())
+    return {name: (id(x.grad), version_of(x.grad)) for name, x in named if x.grad is not None}
 
 
 def _tensor_of(x: Any) -> Any:

@@ -165,6 +165,40 @@ def test_torchs_own_function_is_refused_for_weights(run_ranks: RankPool, kind: s
         assert "gradient of plain.proj_out.weight, because several ranks" in said[0]
 
 
+class _Manual(_Model):
+    """Calls its backward itself: not by the strategy unless `averaged`."""
+
+    automatic_optimization, averaged = False, False
+
+    def training_step(self, x: Tensor, _: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self(x).square().mean()
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()  # another module
+        (self.manual_backward if self.averaged else torch.Tensor.backward)(loss)
+        optimizer.step()
+
+
+def _by_hand(rank: int, world: int) -> str:
+    strategy = STRATEGIES["trainer", "cp"](ring=world, **BY_PLAN)
+    trainer, model = trainer_of(rank, world, strategy, max_steps=1), _Manual()
+    with pytest.raises(ValueError, match=r"use self\.manual_backward") as caught:
+        trainer.fit(model, DataLoader(_inputs(0), batch_size=2))  # type: ignore[arg-type]
+    model.averaged = True
+    trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=world, **BY_PLAN), max_steps=1).fit(
+        model,
+        DataLoader(_inputs(0), batch_size=2),  # type: ignore[arg-type]
+    )
+    assert everyones(flat(model).tolist()) == [flat(model).tolist()] * world
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_backward_that_no_strategy_averages_is_refused(run_ranks: RankPool, world: int) -> None:
+    for said in run_ranks(world, _by_hand, init=False):
+        assert "rank's part of a gradient in scale.grad" in said
+
+
 def _of_some_ranks(rank: int, world: int) -> tuple[float, str]:
     """Return the gradient of a weight that only the last rank uses, and the error for one that no rank uses."""
     fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=world, **BY_PLAN))
