@@ -21,13 +21,12 @@ from typing_extensions import override
 from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.compat.distributed_names import gathered_weights
 from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.launch.rendezvous import job_id
 from lightning_cp.mesh.sample_groups import world_control
-from lightning_cp.strategies.gradients import sharded_units
+from lightning_cp.strategies.gradients import shards_of
 from lightning_cp.strategies.initial_weights import compared_tensors
 from lightning_cp.strategies.settings import StrategySettings
 from lightning_cp.strategies.sweep_ranks import job_overrides
@@ -186,7 +185,7 @@ class _Trained:
 
     def facts(self, wrapper: nn.Module) -> Facts:
         """Return the parameters that train, by name."""
-        shards = _shards(wrapper)
+        shards = shards_of(wrapper)
         trained = [(name, shards.get(id(x), x)) for name, x in _inner(wrapper).named_parameters() if x.requires_grad]
         sharded = {True: ", sharded", False: ""}
         return {name: f"trains in {x.dtype} on {x.device.type}{sharded[isinstance(x, DTensor)]}" for name, x in trained}
@@ -243,15 +242,10 @@ def _state_of(wrapper: nn.Module) -> list[Any]:
     return [*state, *map(id, parameters), *map(_STORAGE, storages)]
 
 
-def _shards(wrapper: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the sharded weights by the id of the gathered one, which may stand in its place."""
-    return {id(whole): shard for unit in sharded_units([wrapper]) for shard, whole in gathered_weights(unit)}
-
-
 @torch.no_grad()
 def _replicas(wrapper: nn.Module) -> dict[str, Tensor]:
     """Return the weights that other ranks hold too, by name: whole ones, and the shards of HSDP with their numbers."""
-    shards, replicas = _shards(wrapper), {}
+    shards, replicas = shards_of(wrapper), {}
     for name, x in compared_tensors(_inner(wrapper), buffers=False).items():
         weight = shards.get(id(x), x)
         if isinstance(weight, DTensor):

@@ -46,33 +46,17 @@ class Example:
     autocast: torch.dtype | None
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The message that rank 0 sends to all ranks: degrees, or an error.
+def propose_degrees(planner: Callable[[Example], Any], example: Callable[[], Example]) -> tuple[tuple[int, ...], str]:
+    """Plan on this rank, for all ranks.
 
-    Attributes: reason: why these degrees were chosen, in one line. error: the error message; "" if there is none.
+    Returns: (ring, ulysses), and the reason in one line; or (), and an error message that every rank raises.
     """
-
-    ring: int = 1
-    ulysses: int = 1
-    reason: str = ""
-    error: str = ""
-
-    @classmethod
-    def of(cls, planner: Callable[[Example], Any], example: Callable[[], Example]) -> Proposal:
-        """Plan on this rank. An error becomes part of the message, so that every rank raises it."""
-        try:
-            chosen = planner(example())
-        except Exception as error:  # other ranks wait for the proposal
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            return cls(error=f"degrees='auto' found no degrees: {kind}{error}")
-        return cls(chosen.ring, chosen.ulysses, chosen.reason)
-
-    def degrees(self) -> dict[str, Any]:
-        """Return the settings to replace. Raises: ValueError: rank 0 found no degrees."""
-        if self.error:
-            raise ValueError(self.error)
-        return {"ring": self.ring, "ulysses": self.ulysses, "degrees": None}
+    try:
+        chosen = planner(example())
+    except Exception as error:  # other ranks wait for the proposal
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return (), f"degrees='auto' found no degrees: {kind}{error}"
+    return (chosen.ring, chosen.ulysses), chosen.reason
 
 
 def example_of(

@@ -24,7 +24,6 @@ from lightning_cp.compat.distributed_names import (
     accumulate_in_one_dtype,
     allow_returned_views,
     changed_weight,
-    gathered_weights,
     renew_fsdp_dtypes,
     reshard_without_grad,
 )
@@ -36,7 +35,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.paths import class_of
 from lightning_cp.strategies.equal_branches import EqualBranches
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
-from lightning_cp.strategies.gradients import sharded_units
+from lightning_cp.strategies.gradients import shards_of
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import known_settings
@@ -289,8 +288,7 @@ class FSDPMixin(ContextParallelMixin):
 
 def _named_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the weights of a module by name; sharded ones also while whole ones are in their place."""
-    units = sharded_units([module])
-    shards = {id(whole): shard for unit in units for shard, whole in gathered_weights(unit)}
+    shards = shards_of(module)
     return [(name, shards.get(id(x), x)) for name, x in module.named_parameters()]
 
 

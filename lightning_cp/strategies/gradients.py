@@ -84,3 +84,8 @@ class _Mean(torch.autograd.Function):
 def sharded_units(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     """Return the sharded modules in `modules`."""
     return [inner for module in modules for inner in module.modules() if isinstance(inner, FSDPModule)]
+
+
+def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded weights by the id of the gathered one, which may stand in its place."""
+    return {id(whole): shard for unit in sharded_units([module]) for shard, whole in gathered_weights(unit)}

@@ -35,7 +35,7 @@ from lightning_cp.engine.attention.stand_ins import (
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
-from lightning_cp.strategies.auto_degrees import Example, Proposal, example_of
+from lightning_cp.strategies.auto_degrees import Example, example_of, propose_degrees
 from lightning_cp.strategies.context import ContextParallel, ShardsBatches
 from lightning_cp.strategies.gradients import mean_grad, sharded_units
 from lightning_cp.strategies.initial_weights import ReplacedWeights, equal_initial_weights
@@ -263,7 +263,7 @@ class ContextParallelMixin(ShardsBatches):
         gather_metrics_once(self.context.set_up())
         self.context.watch(timeout=self._lightning._timeout)
 
-    def _propose_degrees(self) -> Proposal | None:
+    def _propose_degrees(self) -> tuple[tuple[int, ...], str] | None:
         """Choose the degrees on rank 0, with `degrees="auto"`, if there are several ranks. Call it before they meet."""
         if self.context.settings.degrees != AUTO or self._planned_world == 1:
             return None
@@ -272,16 +272,18 @@ class ContextParallelMixin(ShardsBatches):
             return None
         module = self._example if self._example is not None else getattr(self, "lightning_module", None)
         settings = {"strategy": self._lightning, "ranks": self._planned_world, "sharded": self._evaluates_together}
-        return Proposal.of(self._planner, partial(example_of, module, self.context, **settings))
+        return propose_degrees(self._planner, partial(example_of, module, self.context, **settings))
 
-    def _use_proposal(self, proposal: Proposal | None) -> None:
+    def _use_proposal(self, proposal: tuple[tuple[int, ...], str] | None) -> None:
         """Use rank 0's proposal, with `degrees="auto"`. Ranks: the whole world. Raises: ValueError: it has none."""
         if self.context.settings.degrees != AUTO:
             return
-        chosen = self._lightning.broadcast(proposal) or Proposal()
-        self.context = ContextParallel(replace(self._settings, **chosen.degrees()))
-        if chosen.reason:
-            rank_zero_only(_log.info)(chosen.reason)
+        degrees, text = self._lightning.broadcast(proposal) or ((1, 1), "")
+        if not degrees:
+            raise ValueError(text)
+        self.context = ContextParallel(replace(self._settings, ring=degrees[0], ulysses=degrees[1], degrees=None))
+        if text:
+            rank_zero_only(_log.info)(text)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
         """Run a backward.

@@ -70,7 +70,7 @@ MAX_LINES = {
     "comm": 1360,
     "compat": 1240,
     "data": 1920,
-    "engine": 7690,
+    "engine": 7680,
     "finetune": 15140,
     "kernels": 780,
     "launch": 1640,
@@ -80,7 +80,7 @@ MAX_LINES = {
     "plans": 1820,
     "root": 1730,
     "sampling": 210,
-    "strategies": 3190,
+    "strategies": 3170,
     "training": 520,
     "vae": 960,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,7 +21,6 @@ from lightning_cp.mesh.groups import Memo
 NEEDED = range(-1, -1)  # the keys that this rank receives of others; compare its start: empty ranges are equal
 _log = logging.getLogger("lightning_cp")
 _LOGGED = 8  # messages in a process
-_logged: set[str] = set()
 # Of a kernel call for one run of tiles, of a partial tile in it, and of a tile in flex attention: time on an H200 with
 # bfloat16, relative to a full tile in cuDNN's kernel, which computes about 600 TFLOP/s
 _CALL_S, _PARTIAL_TILE, _FLEX_TILE, _FLOPS = 60e-6, 8.0, 2.0, 600e12
@@ -61,8 +61,8 @@ class LocalMask(Memo):
         self._device = device
         self.needs: Needs = find_needs(mask, *by_rank, rank=rank, heads=self._heads, device=device)
         self.sends_few = self.needs.largest <= 2 * max(keys)  # not more than two chunks of a ring
-        if rank == heads.start == 0 and len(keys) > 1 and len(_logged) < _LOGGED:
-            _log_once(self, mask, queries, keys)
+        if rank == heads.start == 0 and len(keys) > 1 and _note_once.cache_info().currsize < _LOGGED:
+            _note_needs(self, mask, queries, keys)
         self.memo = {}
 
     def tiles(self, heads: Heads, keys: range) -> Tiles:
@@ -81,17 +81,19 @@ class LocalMask(Memo):
         return self.memoize((own.start, own.stop, keys.start, keys.stop), build)
 
 
-def _log_once(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:
+def _note_needs(local: LocalMask, mask: SparseMask, queries: Sequence[int], keys: Sequence[int]) -> None:
     """Log what the first masks need: masks that are made in each forward differ each time."""
     largest, others = local.needs.largest, sum(keys) - min(keys)
-    message = (
+    _note_once(
         f"block mask of {mask.lengths[0]} x {mask.lengths[1]} tokens: {mask.area:.2f} of the work of dense attention, "
         f"{imbalance(mask, queries):.2f} times the mean on the busiest of {len(keys)} ranks; a rank needs up to "
         f"{largest} of {others} keys of others, and {'only these' if local.sends_few else 'with alltoall all'} are sent"
     )
-    if message not in _logged:
-        _logged.add(message)
-        _log.info(message)
+
+
+@cache
+def _note_once(message: str) -> None:
+    _log.info(message)
 
 
 def attend_tiles(

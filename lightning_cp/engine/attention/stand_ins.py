@@ -193,12 +193,12 @@ class _OfBuiltin:
 
 
 def _stand_in(name: str, original: _Function) -> _Function:
-    makers = {
+    makers: dict[str, Callable[[_Function], _Function]] = {
         SDPA: _sdpa,
         DISPATCH: _dispatch,
         FLEX: _flex,
-        "grad": _grad,
-        "backward": _backward,
+        "grad": partial(_without_weights, 1),
+        "backward": partial(_without_weights, 5),
         **RECOMPUTING,
         **CHOOSING,
     }
@@ -259,21 +259,14 @@ def _dropout(name: str, original: _Function) -> _Function:
     return dropout
 
 
-def _grad(original: _Function) -> _Function:
+def _without_weights(position: int, original: _Function) -> _Function:
+    """Args: position: index of the argument `inputs`."""
+
     @wraps(original)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_weights(inputs)
-        return original(outputs, inputs, *args, **kwargs)
-
-    return grad
-
-
-def _backward(original: _Function) -> _Function:
-    @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        _refuse_weights(kwargs.get("inputs", args[5] if len(args) > 5 else None))
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        _refuse_weights(kwargs.get("inputs", args[position] if len(args) > position else None))
         before = _unaveraged_gradients()
-        original(*args, **kwargs)
+        result = original(*args, **kwargs)
         changed = next((name for name, x in _unaveraged_gradients().items() if x != before.get(name)), None)
         if changed is not None:
             raise ValueError(
@@ -281,8 +274,9 @@ def _backward(original: _Function) -> _Function:
                 "because several ranks share each sample: use self.manual_backward(loss) in a LightningModule, which "
                 "averages gradients over the ranks (fabric.backward(loss) with Fabric)"
             )
+        return result
 
-    return backward
+    return gradient
 
 
 def _refuse_weights(inputs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_cp.engine.peers.checksum import norm_and_projections
 from lightning_cp.engine.peers.samples import Sampler, compared_leaves, plain_values, sampled_difference
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.nest import replace
 
 Digest = tuple[str, list[float]]
 
@@ -161,13 +163,9 @@ class PeerCheck:
             return
         with without_transforms():
             by_rank = pending.gather.read()
-        difference = sampled_difference(by_rank, self._sampler.names)
-        if difference is not None:
+        if (difference := sampled_difference(by_rank, self._sampler.names)) is not None:
             rank, problem = difference
-            raise PeerMismatchError(
-                f"context peers must be given the same data, but {problem} in forward {pending.forward} of "
-                f"{pending.model} (rank {rank} of the context group against rank 0): {_REMEDY}"
-            )
+            raise _mismatch(f"{problem} in forward {pending.forward} of {pending.model}", rank)
 
     def drop(self) -> None:
         """Drop the pending comparison, after a call of several forwards that has raised."""
@@ -188,10 +186,14 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     for rank, other in enumerate(by_rank):
         problem = digest_difference(by_rank[0], other)
         if problem:
-            raise PeerMismatchError(
-                f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "
-                f"rank 0): {_REMEDY}"
-            )
+            raise _mismatch(problem, rank)
+
+
+def _mismatch(problem: str, rank: int) -> PeerMismatchError:
+    return PeerMismatchError(
+        f"context peers must be given the same data, but {problem} (rank {rank} of the context group against rank 0): "
+        f"{_REMEDY}"
+    )
 
 
 def digest_difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
@@ -217,21 +219,16 @@ def digest(x: Tensor) -> Digest:
 def without_transforms() -> Iterator[Any]:
     """Disable gradients, tangents and batching inside the context. Yields: a function that unwraps arguments."""
     with ExitStack() as stack:
-        if peek_interpreter_stack() is not None:
+        has_wrappers = peek_interpreter_stack() is not None
+        if has_wrappers:
             stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.no_grad())
         stack.enter_context(set_forward_ad(False))
-        yield _unwrapped
+        yield partial(replace, Tensor, _unwrapped) if has_wrappers else lambda x: x
 
 
-def _unwrapped(value: Any) -> Any:
-    """Return the same nest without torch.func's wrappers around its tensors."""
-    if isinstance(value, Tensor):
-        while is_functorch_wrapped_tensor(value):
-            value = get_unwrapped(value)
-        return value
-    if isinstance(value, dict):
-        return {name: _unwrapped(x) for name, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_unwrapped(x) for x in value]
-    return value
+def _unwrapped(x: Tensor) -> Tensor:
+    """Return a tensor without torch.func's wrappers."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from math import prod
 from typing import Any
 
@@ -25,7 +25,6 @@ from lightning_cp.mesh.groups import MeshGroups
 from lightning_cp.nest import replace
 
 _LOG = logging.getLogger(__name__)
-_NOTED: set[str] = set()
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Functions and attributes of tensors: those that only move values, and those that need the shape or the type only.
@@ -118,11 +117,10 @@ def whole_embeddings(value: Any, reason: str) -> Any:
     return replace(LocalTokens, lambda x: x.whole(reason), value)
 
 
+@cache
 def note_once(message: str) -> None:
     """Log a message, once in this process."""
-    if message not in _NOTED:
-        _NOTED.add(message)
-        _LOG.info(message)
+    _LOG.info(message)
 
 
 @dataclass(eq=False)
