@@ -10,7 +10,6 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -159,20 +158,8 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
 
 
 class _SyncControl(ParallelBackwardSyncControl):
-    """Switch gradient averaging off and on. Lightning's class leaves it off after a call with `enabled=False`."""
+    """Switch gradient averaging off. Lightning's class leaves it off after a call with `enabled=False`."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return _unsynchronised(module, enabled)
-
-
-@contextmanager
-def _unsynchronised(module: nn.Module, enabled: bool) -> Iterator[None]:
-    units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
-    for unit in units:
-        unit.set_requires_gradient_sync(not enabled, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
+        return super().no_backward_sync(module, enabled) if enabled else nullcontext()
