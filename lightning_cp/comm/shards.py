@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from itertools import pairwise
 
 import torch
@@ -119,6 +120,7 @@ def own_shard(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None = No
 
     Args: order: position in `x` of the token at each place of the shards, in rank order; None: ascending.
     """
+    check_dim(x, dim)
     positions = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
     if order is None:
         return x.narrow(dim, positions.start, len(positions)).contiguous()
@@ -131,14 +133,29 @@ def gather_uneven(x: Tensor, dim: int, groups: MeshGroups, order: Tensor | None 
 
     Args: order: the order that `own_shard` got, to undo it.
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+    Raises: ShapeError: no such dim. PeerMismatchError: shards differ in more than this dim, on all ranks.
     """
+    check_dim(x, dim)
     dim %= x.ndim
     if groups.context is not None:
-        sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-        x = gather_shards(x, dim, sizes, groups.name)
+        rest = [n for i, n in enumerate(x.shape) if i != dim]
+        kind = zlib.crc32(repr((dim, rest, x.dtype)).encode())
+        by_rank = all_gather_ints([x.shape[dim], kind], group=groups.context)
+        if any(other != kind for _, other in by_rank):
+            raise PeerMismatchError(
+                f"a shard {tuple(x.shape)} in {x.dtype} on this rank cannot be gathered along dim {dim}: shards may "
+                "differ between the ranks of a context group in this dim only"
+            )
+        x = gather_shards(x, dim, [n for n, _ in by_rank], groups.name)
     if order is None:
         return x
     return x.index_select(dim, checked_order("tokens", order, x.shape[dim]).argsort().to(x.device))
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    """Check a dim to shard or gather. Raises: ShapeError: the tensor does not have it."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"dim {dim} must be a dim of the tensor {tuple(x.shape)}")
 
 
 def checked_order(name: str, order: Tensor, length: int) -> Tensor:

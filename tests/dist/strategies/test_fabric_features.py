@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.errors import PeerMismatchError, PlanError
+from lightning_cp.errors import PeerMismatchError, PlanError, ShapeError
 from lightning_cp.fabric import ContextParallelStrategy
 from tests.dist.lightning_ranks import fabric_of
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -253,6 +253,28 @@ def _of_the_step(rank: int, world: int, degree: int) -> tuple[bool, list[Any]]:
         is_right &= strategy.all_reduce(torch.tensor(1.0), reduce_op="sum") == world // size
         draws.append(torch.rand(3, generator=strategy.generator(5)).tolist())
     return bool(is_right), draws
+
+
+def _unlike_shards(rank: int, world: int) -> list[str]:
+    strategy, said = ContextParallelStrategy(ring=world), []
+    fabric_of(rank, world, strategy)
+    x = torch.ones(2, 2 + (rank == world - 1))
+    for one, dim in ((x, 0), (x[:, 0].to(torch.int64) if rank else x[:, 0], 0), (x, 2)):
+        with pytest.raises((PeerMismatchError, ShapeError)) as caught:
+            strategy.gather(one, dim)
+        said.append(str(caught.value))
+    with pytest.raises(ShapeError, match=r"dim -3 must be a dim of the tensor \(2, "):
+        strategy.shard({"x": x}, {"x": -3})
+    assert strategy.gather(x, 1).shape == (2, 2 * world + 1)
+    return said
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_shards_that_cannot_be_gathered_are_refused_on_every_rank(run_ranks: RankPool, world: int) -> None:
+    for shapes, dtypes, dim in run_ranks(world, _unlike_shards, init=False):
+        assert "cannot be gathered along dim 0: shards may differ" in shapes
+        assert "cannot be gathered along dim 0: shards may differ" in dtypes
+        assert dim.startswith("dim 2 must be a dim of the tensor (2, ")
 
 
 @pytest.mark.parametrize(("world", "degree"), [(2, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.full)])
