@@ -258,6 +258,7 @@ class ReplacedWeights:
                 if parameter in optimizer.state:
                     raise ValueError(
                         f"{type(optimizer).__name__} already has state for weights that setup has just replaced: call "
-                        "fabric.setup before its first step, or load its state after fabric.setup"
+                        "fabric.setup before its first step, or load its state after fabric.setup. An optimizer that "
+                        "has state from the start, such as Adagrad, is created after fabric.setup_module"
                     )
                 group["params"][i] = new

@@ -292,14 +292,28 @@ def test_children_that_do_not_train_stay_whole(run_ranks: RankPool) -> None:
 
 
 def _late(rank: int, world: int) -> str:
-    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
-    model = nn.Sequential(nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="already has state for weights") as caught:
-        fabric.setup(model, optimizer)
-    return str(caught.value)
+    said = []
+    for kind in (torch.optim.AdamW, torch.optim.Adagrad):  # Adagrad begins when it is created
+        fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+        model, alone = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        optimizer = kind(model.parameters())
+        if kind is torch.optim.AdamW:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"already has state for weights.* is created after fabric.setup_mod"
+        ) as caught:
+            fabric.setup(model, optimizer)
+        said.append(str(caught.value))
+    alone.load_state_dict({name: whole(x.detach()) for name, x in model.state_dict().items()})
+    wrapped = fabric.setup_module(model)
+    optimizers = [fabric.setup_optimizers(kind(model.parameters())), kind(alone.parameters())]
+    fabric.backward(wrapped(torch.ones(1, 2)).sum())
+    alone(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(flat(model), flat(alone))
+    return said[0]
 
 
 def test_an_optimizer_that_has_begun_with_whole_weights_is_refused(run_ranks: RankPool) -> None:
