@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_cp.comm.agree import first_difference, gather_objects
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.attention.stand_ins import weight_of
 from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.peers.checksum import checksum, checksum_on_device, version_of
 from lightning_cp.errors import PeerMismatchError
@@ -52,6 +53,7 @@ _DRAWN = (
     "weights have changed in another way than on other ranks: {}. A hook that draws into weights must draw the same "
     "numbers on every rank: from a torch.Generator with a fixed seed, or on rank 0, followed by strategy.broadcast"
 )
+_INPUTS = "{}: all ranks must call strategy.grad together, with the same weights in the same order"
 _OPTIMIZERS = "{}; weights are averaged over all ranks, so all must use the same settings"
 
 
@@ -121,12 +123,13 @@ class Agreement:
         looks = self._backwards % _EVERY == 0
         changed = {x: self._wrappers[x] for x in averaged if self._wrappers[x].has_changed(x)}
         # A weight that was cast and cast back, or loaded again, has the same words as before.
+        call = {"the call": "a backward"}
         state = {
             "what trains": "changed" if changed else "as before",
             "the loss": "has a graph" if getattr(loss, "requires_grad", True) else "has no graph",
         }
         facts = [
-            {**_joined(one.facts(x) for x, one in changed.items()), **state},
+            {**call, **_joined(one.facts(x) for x, one in changed.items()), **state},
             _joined(at_setup.facts(module) for module, at_setup in self._loaded.items()),
             _settings([one for ref in self._optimizers if (one := ref())]) if looks and optimizers else {},
         ]
@@ -134,13 +137,27 @@ class Agreement:
         sums = [zlib.crc32(repr(sorted(_plain(one).items())).encode()) for one in facts]
         by_rank = all_gather_ints(sums, group=world_control("agreement"))
         if any(ints != by_rank[0] for ints in by_rank):
-            _compare(ValueError, _TRAINED, {**_joined(self._wrappers[x].facts(x) for x in averaged), **state})
+            _compare(ValueError, _TRAINED, {**call, **_joined(self._wrappers[x].facts(x) for x in averaged), **state})
             _compare(ValueError, _LOADED, facts[1])
             _compare(PeerMismatchError, _OPTIMIZERS, facts[2])
         for x, one in changed.items():
             one.adapt(x)
         if looks and weights:
             self._start_sums(averaged)
+
+    def before_grad(self, inputs: Sequence[Any]) -> None:
+        """Compare which weights are the inputs of `strategy.grad`. Ranks: the whole world. Raises: ValueError."""
+        if not _has_peers():
+            return
+        names = {}
+        for one in self._wrappers:
+            shards = _shards(one)
+            names |= {id(shards.get(id(x), x)): name for name, x in _inner(one).named_parameters()}
+        facts = {"the call": "strategy.grad", "the number of inputs": str(len(inputs))}
+        facts |= {f"input {i}": names.get(id(weight_of(x)), "a tensor") for i, x in enumerate(inputs)}
+        sums = [zlib.crc32(repr(facts).encode()), 0, 0]  # as many as before a backward
+        if len(set(map(tuple, all_gather_ints(sums, group=world_control("agreement"))))) > 1:
+            _compare(ValueError, _INPUTS, facts)
 
     def _start_sums(self, averaged: Sequence[nn.Module]) -> None:
         world = dist.group.WORLD

@@ -32,10 +32,7 @@ def mean_grad(
     Raises: RuntimeError: a tensor is not used on any rank, and allow_unused is not set.
     """
     allow_unused = settings.pop("allow_unused", None) or settings.get("materialize_grads", False)
-    names = list(inputs) if isinstance(inputs, Mapping) else None
-    if names is not None:
-        inputs = inputs.values()
-    wanted = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) else list(inputs)
+    names, wanted = list(inputs) if isinstance(inputs, Mapping) else None, inputs_of(inputs)
     gathered = {id(shard): weight for unit in units for shard, weight in gathered_weights(unit)}
     in_graph: list[Any] = [gathered.get(id(x), x) for x in wanted]
     with as_fabric_backward():
@@ -62,6 +59,13 @@ def mean_grad(
         if grads[i] is not None and isinstance(x, Tensor):
             grads[i] = grads[i].to(x.dtype)  # FSDP2 may gather weights in a lower precision
     return tuple(grads) if names is None else dict(zip(names, grads, strict=True))
+
+
+def inputs_of(inputs: Any) -> list[Any]:
+    """Return the inputs of `torch.autograd.grad` as a list."""
+    if isinstance(inputs, (Tensor, GradientEdge)):
+        return [inputs]
+    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
 
 
 class _Mean(torch.autograd.Function):

@@ -37,7 +37,7 @@ from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
 from lightning_cp.strategies.auto_degrees import Example, example_of, propose_degrees
 from lightning_cp.strategies.context import ContextParallel, ShardsBatches
-from lightning_cp.strategies.gradients import mean_grad, sharded_units
+from lightning_cp.strategies.gradients import inputs_of, mean_grad, sharded_units
 from lightning_cp.strategies.initial_weights import ReplacedWeights, equal_initial_weights
 from lightning_cp.strategies.launchers import LocalRanks, check_start_method, choose_start_method
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
@@ -313,8 +313,12 @@ class ContextParallelMixin(ShardsBatches):
             For other tensors, the mean over the context group: the gradient of this data group's outputs.
             With `allow_unused`, None if no rank uses an input.
         Ranks: the whole world. Gradient: with create_graph, exact; second derivatives of attention are not implemented.
-        Raises: PeerMismatchError: with sharded weights, other ranks run a forward; see `EqualBranches.next`.
+        Raises:
+            ValueError: other ranks pass other weights, or run a backward.
+            PeerMismatchError: with sharded weights, other ranks run a forward; see `EqualBranches.next`.
         """
+        inputs = inputs if isinstance(inputs, Mapping) else inputs_of(inputs)  # maybe an iterator
+        self._agreement.before_grad(inputs_of(inputs))
         settings.update(zip(_GRAD_ARGUMENTS, args, strict=False))
         units = sharded_units(self._agreement.wrappers())
         context = None if self.context.groups is None else self.context.initialized_groups(of_step=True).context

@@ -217,3 +217,27 @@ def test_a_weight_that_some_ranks_use_is_used(run_ranks: RankPool, world: int) -
     for grad, error in run_ranks(world, _of_some_ranks, init=False):
         assert grad == pytest.approx(3 / world)
         assert "is not used by the outputs, on any rank" in error
+
+
+def _unlike(rank: int, world: int, kind: str) -> list[str]:
+    """Pass other weights on the last rank, or run a backward there. Then an iterator, which all pass."""
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=world, **BY_PLAN))
+    model, is_last, said = _Model(), rank == world - 1, []
+    wrapped, grad = fabric.setup(model), fabric.strategy.grad  # type: ignore[attr-defined]
+    a, b = model.scale, model.plain.proj_out.bias  # of one shape
+    loss = wrapped(_inputs(0)).square().mean()
+    for inputs, others in (([a, b], [b, a]), (a, [a, b]), ([a], None)):
+        passed, is_backward = (others if is_last else inputs), is_last and others is None
+        with pytest.raises(ValueError, match=" differs: ") as caught:
+            _ = fabric.backward(loss, retain_graph=True) if is_backward else grad(loss, passed, retain_graph=True)
+        said.append(str(caught.value))
+    assert len(grad(loss, iter([a, b]))) == 2
+    return said
+
+
+@pytest.mark.parametrize("kind", ["cp", pytest.param("cp_fsdp", marks=pytest.mark.full)])
+def test_ranks_that_call_it_in_other_ways_are_refused(run_ranks: RankPool, kind: str) -> None:
+    for order, number, backward in run_ranks(3, _unlike, kind, init=False):
+        assert order.startswith("input 0 differs: scale on rank 0, plain.proj_out.bias on rank 2")
+        assert number.startswith("the number of inputs differs: 1 on rank 0, 2 on rank 2")
+        assert backward.startswith("the call differs: strategy.grad on rank 0, a backward on rank 2")
