@@ -149,9 +149,9 @@ class Agreement:
         """Compare which weights are the inputs of `strategy.grad`. Ranks: the whole world. Raises: ValueError."""
         if not _has_peers():
             return
-        names = {}
+        names: dict[int, str] = {}
         for one in self._wrappers:
-            shards = _shards(one)
+            shards = shards_of(one)
             names |= {id(shards.get(id(x), x)): name for name, x in _inner(one).named_parameters()}
         facts = {"the call": "strategy.grad", "the number of inputs": str(len(inputs))}
         facts |= {f"input {i}": names.get(id(weight_of(x)), "a tensor") for i, x in enumerate(inputs)}

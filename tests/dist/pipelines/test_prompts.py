@@ -145,7 +145,10 @@ class Halves:
 
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
-    installed = SimpleNamespace(ranks=sampling_ranks(ContextParallelConfig()), stages=None, votes=Votes("Halves", None))
+    settings = SimpleNamespace(stages="together")
+    installed = SimpleNamespace(
+        ranks=sampling_ranks(ContextParallelConfig()), settings=settings, votes=Votes("Halves", None)
+    )
     monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_state", lambda pipe: installed)
     return Halves()
 
