@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
-from typing_extensions import override
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
@@ -256,7 +255,6 @@ class FSDPMixin(ContextParallelMixin):
                     "strategy shard it"
                 )
 
-    @override
     def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
         return self._adapt_to_trained
 

@@ -91,6 +91,7 @@ class ContextParallelMixin(ShardsBatches):
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
     _planner: Callable[[Example], Any]  # chooses degrees; raises ValueError: none are possible
+    _adapter: Callable[[nn.Module], Callable[[nn.Module], None]]  # (wrapper) -> (wrapper): adapt it to what trains now
     _evaluates_together = False  # a forward without gradients has collectives of all ranks
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
     _batches_taken: Callable[[int], int] | None = None  # number that a loop takes from a loader of a length
@@ -392,10 +393,6 @@ class ContextParallelMixin(ShardsBatches):
 
     def _check_reduced(self) -> None:
         """Check that the gradients of DDP modules were averaged."""
-
-    def _adapter(self, wrapper: nn.Module) -> Callable[[nn.Module], None]:
-        """Return a function that adapts a wrapper to the parameters that train now, equally on all ranks."""
-        raise NotImplementedError
 
     def _share_random_state(self) -> None:
         """Give each context group the random states of its first rank."""

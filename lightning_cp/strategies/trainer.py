@@ -72,18 +72,16 @@ class KeepsRandomStates(ContextParallelMixin):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set the random states of a checkpoint that was saved within an epoch, before the first batch."""
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.get("mid_epoch"):
-            self._set(resumed)
+        if self._resumed is not None and self._resumed.get("mid_epoch"):
+            self._restore()
+        self._resumed = None
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def _restore(self) -> None:
-        if self._resumed is not None and self.context.groups is not None:
-            self._set(self._resumed)
-
-    def _set(self, resumed: dict[str, Any]) -> None:
+        if self._resumed is None or self.context.groups is None:
+            return
         try:
-            restore_random_states(resumed["groups"], self.data_rank, self.data_size)
+            restore_random_states(self._resumed["groups"], self.data_rank, self.data_size)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint's {_KEY} are damaged: {error}") from error
 
