@@ -80,7 +80,7 @@ MAX_LINES = {
     "plans": 1820,
     "root": 1720,
     "sampling": 210,
-    "strategies": 3200,
+    "strategies": 3190,
     "training": 520,
     "vae": 960,
 }
