@@ -53,6 +53,8 @@ def command(name: str, part: str = "") -> Callable[[Callable[[DictConfig], Any]]
             settings: Any = OmegaConf.to_container(config)
             for key in known.unknown(settings):
                 refuse(known.error(key, shown))
+            for key in known.removed(settings):
+                refuse(f"~{key} removes a setting that {shown} needs: give another value, {key}=…")
             try:
                 return run(OmegaConf.create(with_home(settings), flags={"struct": True}))
             except Exception as error:

@@ -50,6 +50,10 @@ class KnownSettings:
         own = {EXTRA, "hydra", *self._groups} - set(self.tree)
         return [key for key in _unknown(config, self.tree, "") if key.partition(".")[0] not in own]
 
+    def removed(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the names of single values in the command's own file that Hydra's `~name` has removed."""
+        return [key for key, x in self._primary.items() if not isinstance(x, (dict, list)) and key not in config]
+
     def error(self, key: str, command: str) -> SettingsError:
         """Return the error for an unknown setting: it names those that are most similar, and where own values go."""
         owners = self._owners()

@@ -30,6 +30,16 @@ def unknown(name: str, overrides: str, part: str = "") -> list[str]:
     return [str(known.error(key, name)) for key in known.unknown(plain)]
 
 
+@pytest.mark.parametrize(("name", "part"), [("train", ""), ("sample", ""), ("plan", "plan"), ("bench", "bench")])
+def test_a_setting_that_was_removed_is_named(name: str, part: str) -> None:
+    known = KnownSettings(CONF / part, name, {})
+    given = {key: 1 for key, x in known._primary.items() if not isinstance(x, (dict, list))}
+    assert known.removed(given) == []
+    assert given
+    for key in given:
+        assert known.removed({other: 1 for other in given if other != key}) == [key]
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
