@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.callbacks.sampling import EMACallback
+from lightning_cp.callbacks import EMACallback
 from tests.dist.lightning_ranks import QUIET, flat, trainer_of
 from tests.dist.strategies.test_initial_weights import BY_PLAN, STRATEGIES, Mixed, inputs
 from tests.harness import RankPool
