@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.distributed_names import gathered_weights
 from lightning_cp.compat.fabric_names import as_fabric_backward
-from lightning_cp.engine.attention.stand_ins import original_of, weight_of
+from lightning_cp.engine.attention.stand_ins import inputs_of, original_of, weight_of
 
 
 def mean_grad(
@@ -59,13 +58,6 @@ def mean_grad(
         if grads[i] is not None and isinstance(x, Tensor):
             grads[i] = grads[i].to(x.dtype)  # FSDP2 may gather weights in a lower precision
     return tuple(grads) if names is None else dict(zip(names, grads, strict=True))
-
-
-def inputs_of(inputs: Any) -> list[Any]:
-    """Return the inputs of `torch.autograd.grad` as a list."""
-    if isinstance(inputs, (Tensor, GradientEdge)):
-        return [inputs]
-    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
 
 
 class _Mean(torch.autograd.Function):

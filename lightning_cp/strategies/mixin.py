@@ -29,6 +29,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.attention.stand_ins import (
     SHARED_SAMPLES,
     averaged_backward,
+    inputs_of,
     install_stand_ins,
     release_stand_ins,
 )
@@ -37,7 +38,7 @@ from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.strategies.agreement import Agreement, compare_jobs
 from lightning_cp.strategies.auto_degrees import Example, example_of, propose_degrees
 from lightning_cp.strategies.context import ContextParallel, ShardsBatches
-from lightning_cp.strategies.gradients import inputs_of, mean_grad, sharded_units
+from lightning_cp.strategies.gradients import mean_grad, sharded_units
 from lightning_cp.strategies.initial_weights import ReplacedWeights, equal_initial_weights
 from lightning_cp.strategies.launchers import LocalRanks, check_start_method, choose_start_method
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision

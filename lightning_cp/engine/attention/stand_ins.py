@@ -264,9 +264,15 @@ def _without_weights(position: int, original: _Function) -> _Function:
 
     @wraps(original)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        _refuse_weights(kwargs.get("inputs", args[position] if len(args) > position else None))
+        values = list(args)
+        holder: Any = values if len(args) > position else kwargs
+        key = position if holder is values else "inputs"
+        if holder is values or key in kwargs:
+            if isinstance(holder[key], Iterator):  # the check would use it up
+                holder[key] = list(holder[key])
+            _refuse_weights(holder[key])
         before = _unaveraged_gradients()
-        result = original(*args, **kwargs)
+        result = original(*values, **kwargs)
         changed = next((name for name, x in _unaveraged_gradients().items() if x != before.get(name)), None)
         if changed is not None:
             raise ValueError(
@@ -286,8 +292,7 @@ def _refuse_weights(inputs: Any) -> None:
     """
     if not SHARED_SAMPLES or inputs is None or torch.compiler.is_compiling() or in_backward():
         return
-    several = inputs.values() if isinstance(inputs, Mapping) else inputs
-    tensors = list(map(_tensor_of, [several] if isinstance(several, (Tensor, GradientEdge)) else several))
+    tensors = list(map(_tensor_of, inputs_of(inputs)))
     named = (pair for module in SHARED_SAMPLES for pair in module.named_parameters())
     names = {_storage_of(x): name.removeprefix("module.") for name, x in named if x.numel() and not x.is_meta}
     for x in tensors:
@@ -318,6 +323,13 @@ def _unaveraged_gradients() -> dict[str, Any]:
     modules = (x for x in SHARED_SAMPLES if isinstance(x, DistributedDataParallel))  # FSDP2 reduces in its own hooks
     named = (pair for module in modules for pair in module.named_parameters())
     return {name: (id(x.grad), version_of(x.grad)) for name, x in named if x.grad is not None}
+
+
+def inputs_of(inputs: Any) -> list[Any]:
+    """Return the inputs of `torch.autograd.grad` as a list."""
+    if isinstance(inputs, (Tensor, GradientEdge)):
+        return [inputs]
+    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
 
 
 def _tensor_of(x: Any) -> Any:

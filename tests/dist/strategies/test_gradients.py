@@ -154,6 +154,9 @@ def _refused(rank: int, world: int, kind: str) -> list[str]:
             call()
     torch.func.grad(square)(torch.ones(3))
     torch.autograd.grad(plain(torch.ones(2)).sum(), plain.weight)  # another module
+    assert len(torch.autograd.grad(plain(torch.ones(2)).sum(), plain.parameters())) == 2  # the check leaves iterators
+    torch.autograd.backward(plain(torch.ones(2)).sum(), inputs=plain.parameters())
+    assert plain.bias.grad is not None
     strategy.teardown()
     torch.autograd.grad(model.scale.sum(), model.scale)
     return said
