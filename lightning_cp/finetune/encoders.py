@@ -53,17 +53,17 @@ def load_encoders(
     if not models:
         raise FamilyError(f"{_SETTING}={source} has no transformer: it must have one of {', '.join(components.train)}")
     dtypes = {"default": dtype, **{name: vae_dtype or dtype for name in components.media if name.endswith("vae")}}
-    built = {} if weights else _built(source, index, components.media)
+    built = {} if weights else _built(source, index.keys() - models.keys(), index, components.media)
     pipe = load_pipeline(source, dtypes, setting=_SETTING, components={**built, **models})
     for name, model in models.items():
         setattr(pipe, name, ConfigOnly(model.config, dtype))
     return pipe
 
 
-def _built(source: str, index: dict[str, Any], media: Collection[str]) -> dict[str, nn.Module]:
-    """Build a pipeline's models from their configs, those of `media` with values, which have no meaning."""
+def _built(source: str, names: Collection[str], index: dict[str, Any], media: Collection[str]) -> dict[str, nn.Module]:
+    """Build components of a pipeline from their configs, those of `media` with values, which have no meaning."""
     folder, built = find_pipeline(source, "*/config.json", setting=_SETTING), dict[str, nn.Module]()
-    for name in index:
+    for name in names:
         if _is_there(index, name) and (folder / name / "config.json").is_file():
             with suppress(Exception):  # of a damaged config: `load_pipeline` then loads the component, and reports it
                 library, class_name = index[name]
