@@ -262,9 +262,9 @@ def atomic_folder(folder: Path, *, replaces: str = "") -> Iterator[Path]:
 def temporary_folder() -> Iterator[Path]:
     """Create a temporary folder, and remove leftovers of this user's killed launchers."""
     remove_abandoned(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
-    folder, lock = lock_new_folder(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    folder, descriptor = lock_new_folder(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        unlock(lock)
+        unlock(descriptor)

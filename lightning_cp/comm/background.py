@@ -1,4 +1,4 @@
-"""Work for which the host does not wait: small all-gathers that are read later, and copies to or beside the GPU."""
+"""Work that runs while the host goes on: small all-gathers that are read later, and copies to and from GPUs."""
 
 from __future__ import annotations
 

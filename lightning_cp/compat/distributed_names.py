@@ -53,7 +53,6 @@ __all__ = [
     "gathered_weights",
     "renew_fsdp_dtypes",
     "reshard_without_grad",
-    "weights_of_unit",
 ]
 
 
@@ -111,11 +110,6 @@ def renew_fsdp_dtypes(unit: FSDPModule) -> None:
     """
     for group in _weight_groups(unit):
         group._init_mp_dtypes()
-
-
-def weights_of_unit(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the sharded weights that the unit gathers together."""
-    return [one.sharded_param for group in _weight_groups(unit) for one in group.fsdp_params]
 
 
 def gathered_weights(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -65,7 +65,6 @@ __all__ = [
     "forward_ad_level",
     "function_modes",
     "get_unwrapped",
-    "group_among",
     "has_global_hooks",
     "in_backward",
     "in_bad_fork",
@@ -237,9 +236,3 @@ def address_of(storage: Any) -> int:
     """Return the address of the object behind a storage, also of one without memory."""
     address: int = storage._cdata
     return address
-
-
-def group_among(args: Any) -> torch.distributed.ProcessGroup:
-    """Return the process group among the arguments of an operator of torch.distributed."""
-    boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
-    return torch.distributed.ProcessGroup.unbox(boxed)

@@ -175,18 +175,20 @@ def _encoder_inputs(module: Any, size: MediaSize) -> dict[str, Any] | None:
 class ComponentRuns:
     """The dry runs of components, shared by the layouts with equally many ranks for a sample."""
 
-    _steps: dict[Any, Step | str] = field(default_factory=dict)
+    device: DeviceProfile
+    dtype: torch.dtype
+    _steps: dict[tuple[str, int], Step | str] = field(default_factory=dict)
 
-    def run(self, component: Component, *, ranks: int, device: DeviceProfile, dtype: torch.dtype) -> Step | str:
+    def run(self, component: Component, *, ranks: int) -> Step | str:
         """Dry-run a call of a component on a rank.
 
         Returns: the reason in one line if the component cannot be traced. An error in our own code is raised.
         """
         ranks = ranks if component.stage == "decode" else 1
-        key = component.name, ranks, device.kind, device.capability, dtype
+        key = component.name, ranks
         if key not in self._steps:
             try:
-                self._steps[key] = dry_run_component(component, ranks, device=device, dtype=dtype)
+                self._steps[key] = dry_run_component(component, ranks, device=self.device, dtype=self.dtype)
             except Exception as error:
                 if is_ours(error) and not isinstance(error, (ValueError, RuntimeError)):
                     raise

@@ -74,7 +74,7 @@ class _Search:
         self._seen: dict[Layout, Choice] = {}  # all that were dry-run, also those that do not fit
         self._steps: dict[Layout, Step] = {}
         self._short_models: ShortModels = {}
-        self._components = ComponentRuns()
+        self._components = ComponentRuns(self.request.device.profile(), self.request.dtype)
         with torch.device("meta"):
             model: Any = self.request.model.build()
         if self.request.lora is not None:
@@ -135,7 +135,7 @@ class _Search:
             sharded = (self._weights - self._whole) // shard_ranks(layout, request.task)
             transformer_bytes = self._whole + sharded + self._buffers
             ranks = layout.cfg * layout.ring * layout.ulysses
-            run = partial(self._components.run, ranks=ranks, device=request.device.profile(), dtype=request.dtype)
+            run = partial(self._components.run, ranks=ranks)
             choice = with_stages(choice, request, request.pipeline, transformer_bytes, run)
         self._seen[layout] = choice
         return choice

@@ -140,10 +140,10 @@ def test_a_component_that_cannot_be_traced_counts_with_its_weights() -> None:
 def test_an_error_of_our_own_code_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         component = Component("linear", "encode", nn.Linear(8, 8), {"input": torch.empty(1, 8)})
-    assert not isinstance(ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32), str)
+    assert not isinstance(ComponentRuns(CPU, torch.float32).run(component, ranks=1), str)
     monkeypatch.setattr(components, "links_of", None)
     with pytest.raises(TypeError, match="NoneType"):
-        ComponentRuns().run(component, ranks=1, device=CPU, dtype=torch.float32)
+        ComponentRuns(CPU, torch.float32).run(component, ranks=1)
 
 
 def test_a_time_per_token_is_planned() -> None:
@@ -185,8 +185,8 @@ def test_classes_that_are_not_known_are_named(tmp_path: Path) -> None:
 def test_the_decode_is_divided_over_the_ranks_of_a_sample() -> None:
     (vae,) = (x for x in _pipeline().components if x.name == "vae")
     larger = replace(vae, inputs={"z": torch.empty(1, *vae.inputs["z"].shape[1:3], 64, 40, device="meta")})  # type: ignore[index]
-    runs = ComponentRuns()
-    one, two = (runs.run(larger, ranks=ranks, device=CPU, dtype=torch.float32) for ranks in (1, 2))
+    runs = ComponentRuns(CPU, torch.float32)
+    one, two = (runs.run(larger, ranks=ranks) for ranks in (1, 2))
     assert not isinstance(one, str)
     assert not isinstance(two, str)
     assert two.flops < 0.6 * one.flops
