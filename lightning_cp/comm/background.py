@@ -84,8 +84,11 @@ def wait_for_gathers(*, within_s: float) -> None:
 
 
 def gather_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device that `gather_in_background` needs its values on: the GPU with NCCL, otherwise the CPU."""
-    if cuda_backend_is("nccl", group):
+    """Return the device that `gather_in_background` needs its values on: the GPU with NCCL, otherwise the CPU.
+
+    A simulated world behaves as NCCL does, once this process uses a GPU: with values on the CPU, the host would wait.
+    """
+    if cuda_backend_is("nccl", group) or (cuda_backend_is("fake", group) and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -24,6 +24,7 @@ with private_names("torch"):
     from torch._C import _after_ADInplaceOrView_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
     from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+    from torch._C import _cuda_endAllocateToPool as end_allocation_to_pool
     from torch._C import _current_graph_task_id as graph_task_id
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
@@ -59,6 +60,7 @@ __all__ = [
     "below_autograd",
     "below_autograd_keys",
     "default_timeout",
+    "end_allocation_to_pool",
     "fake_store",
     "fake_tensors",
     "fake_world",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -273,6 +276,11 @@ def _by_head(x: Tensor) -> Tensor:
     return heads if heads.stride(2) <= 2 * heads.shape[3] else heads.contiguous()
 
 
+@cache
+def _returns_lse(attend: Callable[..., Any]) -> bool:
+    return "return_lse" in signature(attend).parameters  # 1.0.6 takes any keyword and ignores this one
+
+
 class SageKernel:
     """Package `sageattention`: approximate (8-bit products) and without a gradient, so "auto" never chooses it.
 
@@ -289,7 +297,10 @@ class SageKernel:
             return "it does not support masks"
         if reason := half_precision_refusal(query, largest=128):
             return reason
-        return None if importlib.util.find_spec("sageattention") else "the package sageattention is not installed"
+        if not importlib.util.find_spec("sageattention"):
+            return "the package sageattention is not installed"
+        attend = importlib.import_module("sageattention").sageattn
+        return None if _returns_lse(attend) else "this release of sageattention returns no log-sum-exp: it needs 2.0"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

@@ -172,7 +172,8 @@ class GraphedForward:
         if self._state is None:
             self._state = ModelState(installed.module)
         self._state.refresh()
-        if self.num_graphs and self._state.weights_moved():
+        has_graphs = self.num_graphs > 0
+        if has_graphs and self._state.weights_moved():
             self._is_stale = True
         if self._is_stale:
             return "weights were moved or exchanged after the capture"
@@ -182,7 +183,7 @@ class GraphedForward:
             return f"changes of {self._state.opaque} could not be noticed"
         if self._state.is_sharded:
             return "its weights are sharded"
-        if self._state.device() != device:
+        if not has_graphs and self._state.device() != device:
             return f"its weights are not all on {device}"
         for x in leaves:
             problem = _problem(x, device)

@@ -44,8 +44,11 @@ class ModelState:
         self._module = module
         self._known: dict[Hashable, tuple[int, list[object]]] = {}
         self._names: list[str] = []
+        self._attributes: list[dict[Any, Any]] = []  # of modules and objects
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
+        self._empty: list[Any] = []
+        self._lengths: list[int] = []
         self._values: list[object] = []
         self._fingerprint: tuple[Hashable, ...] = ()
         self._noted: list[int] = []
@@ -55,9 +58,9 @@ class ModelState:
 
     def refresh(self) -> None:
         """Compare the values with those of the call before, and set all attributes to those of now."""
-        held = self._held()
-        is_equal = len(held) == len(self._values) and all(map(is_, held, self._values))
-        if not is_equal and not self._adopt_copies(held):
+        lengths = self._count_values()
+        is_equal = lengths == self._lengths and not any(self._empty)
+        if not is_equal or (not all(map(is_, self._held(), self._values)) and not self._adopt_copies()):
             self._read()
 
     def weights_moved(self) -> bool:
@@ -73,13 +76,19 @@ class ModelState:
         devices = {x.device for x in self._weights}
         return devices.pop() if len(devices) == 1 else None
 
-    def _held(self) -> list[object]:
-        return [*chain(*map(dict.values, self._dicts), *self._dicts, *self._lists)]
+    def _count_values(self) -> list[int]:
+        return [*map(len, self._attributes), *map(len, self._dicts), *map(len, self._lists)]
 
-    def _adopt_copies(self, held: list[object]) -> bool:
+    def _held(self) -> Iterator[object]:
+        """Yield all values, and the keys of dicts; of attributes no names, for speed."""
+        flat, values = chain.from_iterable, dict.values
+        return chain(
+            flat(map(values, self._attributes)), flat(map(values, self._dicts)), flat(self._dicts), flat(self._lists)
+        )
+
+    def _adopt_copies(self) -> bool:
         """Return True if only lists were replaced, by lists of the same objects (QwenImage 2.1, in each forward)."""
-        if len(held) != len(self._values):
-            return False
+        held = list(self._held())
         copies: dict[int, object] = {}
         for new, old in zip(held, self._values, strict=True):
             if new is old:
@@ -97,15 +106,15 @@ class ModelState:
     def _read(self) -> None:
         """Walk all modules, and give their values a number."""
         before = self._fingerprint, self._names
-        self._dicts, self._lists = [], []
+        self._attributes, self._dicts, self._lists, self._empty = [], [], [], []
         self._names, values = [], list[Hashable]()
         seen: set[int] = set()
         self._modules, self.opaque = set(self._module.modules()), ""
         for path, module in self._module.named_modules():
-            for name, value in self._walk(path, vars(module), seen, _DEPTH):
+            for name, value in self._walk(path, vars(module), seen, _DEPTH, self._attributes):
                 self._names.append(name)
                 values.append(compared(value))
-        self._values = self._held()
+        self._values, self._lengths = list(self._held()), self._count_values()
         self.hooked = next((path or "the model" for path, x in self._module.named_modules() if _has_hooks(x)), "")
         weights = [*self._module.parameters(), *self._module.buffers()]
         self.is_sharded = any(isinstance(x, DTensor) for x in weights)
@@ -125,24 +134,24 @@ class ModelState:
         pairs = zip(self._names, fingerprint, self._fingerprint, strict=False)
         return next((name for name, a, b in pairs if a != b), "")
 
-    def _walk(self, path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, object]]:
+    def _walk(self, path: str, value: Any, seen: set[int], depth: int, into: list[Any]) -> Iterator[tuple[str, object]]:
         """Yield the values in a container with their names, and note the containers to compare in later calls."""
         if id(value) in seen:
             return
         seen.add(id(value))
+        (into if value else self._empty).append(value)
         if isinstance(value, dict):
-            self._dicts.append(value)
             items = [(f"{path}.{name}" if path else str(name), x) for name, x in value.items() if not _is_ours(name)]
         else:
-            self._lists.append(value)
             items = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
         for name, x in items:
             yield name, x
-            inner = x if isinstance(x, _CONTAINERS) else self._attributes(name, x)
-            if inner and depth:
-                yield from self._walk(name, inner, seen, depth - 1)
+            if depth and isinstance(x, _CONTAINERS):
+                yield from self._walk(name, x, seen, depth - 1, self._dicts if isinstance(x, dict) else self._lists)
+            elif depth and (attributes := self._attributes_of(name, x)):
+                yield from self._walk(name, attributes, seen, depth - 1, self._attributes)
 
-    def _attributes(self, name: str, x: object) -> dict[Any, Any]:
+    def _attributes_of(self, name: str, x: object) -> dict[Any, Any]:
         """Return the attributes of an object that a module holds; none of tensors, functions and our own objects."""
         is_ours = type(x).__module__.startswith("lightning_cp")
         if is_ours or isinstance(x, (Tensor, *PLAIN, *_CODE)) or (isinstance(x, nn.Module) and x in self._modules):

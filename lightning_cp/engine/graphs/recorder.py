@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from lightning_cp.compat.torch_names import end_allocation_to_pool
 
 
 @dataclass(eq=False)
@@ -65,19 +68,36 @@ class CudaGraphs:
         self.device = device
         self.total_bytes = torch.cuda.get_device_properties(device).total_memory
         self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Any]) -> Recording:
         """Capture `run` in a graph. It must have run before, so that kernels are compiled and ranks are connected."""
-        before, graph = self._pool_bytes(), torch.cuda.CUDAGraph()
+        before, graph, stream = self._pool_bytes(), torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         keeps_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # the graph would read casts of weights that are freed after autocast
         # thread_local: the threads of NCCL's watchdog and of the stall watch may query events at the same time.
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = run()
+        except BaseException:
+            self._clean_up(graph, stream)
+            raise
         finally:
             torch.set_autocast_cache_enabled(keeps_casts)
         return Recording(output, graph.replay, graph.reset, self._pool_bytes() - before)
+
+    def _clean_up(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """Undo what torch (2.11 to 2.14) leaves after a capture that CUDA has ended with an error.
+
+        Until then the current stream is that of the capture, allocations may go to the pool of the graph, and random
+        numbers cannot be drawn.
+        """
+        torch.cuda.set_stream(stream)
+        self._failed.append(graph)  # the allocator of pinned memory keeps a pointer to it
+        with suppress(RuntimeError):  # a capture that ended, with an error of Python
+            end_allocation_to_pool(self.device.index, self._pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros((), device=self.device)  # the end of this capture is the end for the random generator, too
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Timing]:
         """Call `run` between two events."""

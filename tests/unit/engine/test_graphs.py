@@ -85,6 +85,19 @@ def test_the_third_forward_is_captured_and_later_ones_are_replayed() -> None:
     assert counts == [(0, 0), (0, 0), (1, 1), (1, 2), (1, 3)]
 
 
+def test_a_hook_that_is_registered_after_the_capture_runs() -> None:
+    graphed, called = Graphed(), []
+    graphed.check()
+    assert graphed.recorder.captures == 1
+    replays = graphed.recorder.replays
+    handle = graphed.model.blocks[0].ffn.net[2].register_forward_hook(lambda *_: called.append(1))
+    graphed.check(calls=1)
+    assert (len(called), graphed.recorder.replays) == (2, replays), "with the graph, and for the expected result"
+    handle.remove()
+    graphed.check(calls=1)
+    assert graphed.recorder.replays == replays + 1
+
+
 def test_results_of_replays_are_new_tensors() -> None:
     graphed = Graphed()
     first, second = [graphed(make_inputs(seed)) for seed in range(5)][-2:]

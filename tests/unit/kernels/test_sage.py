@@ -73,3 +73,16 @@ def _attend_with(kernel: str, q: Tensor) -> Tensor:
     out = attend_across(q, q, q, None, settings, lengths=([], []))
     assert isinstance(out, Tensor)
     return out
+
+
+def test_a_release_without_a_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release 1.0.6 takes any keyword, and would return a batch of two as if it were a result and its log-sum-exp."""
+
+    def old(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", **_: object) -> Tensor:
+        return q
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleType(name))
+    q = torch.randn(2, 4, 2, 8, dtype=torch.bfloat16)
+    assert SageKernel().refusal(q, None) is None
+    monkeypatch.setitem(sys.modules["sageattention"].__dict__, "sageattn", old)
+    assert "returns no log-sum-exp" in str(SageKernel().refusal(q, None))

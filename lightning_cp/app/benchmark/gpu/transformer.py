@@ -64,7 +64,7 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
                 steps[name] = passes
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 result.add_row(f"{ranks} ranks", _COLUMNS, [name, f"{error}".strip().split("\n")[0], "", "", ""])
-        times = times_in_turn(steps, rounds=settings.rounds, calls=1, device=device)
+        times = times_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
     for name, each in times.items():
         cells = [f"{1e3 * seconds:.1f}" for of_pass in each for seconds in (of_pass.wall_s, of_pass.host_s)]
         result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])
