@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 RotateMethod = Literal["allgather", "alltoall"]
 ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
-# Names of the kernels in `kernels/choice.py`, in order of preference; "sage" is for sampling only.
+# Names of the kernels in `kernels/choice.py`, in order of preference.
 KERNEL_NAMES: tuple[str, ...] = (
     "auto",
     "flash",
     "cudnn",
     "efficient",
     "math",
-    "sage",
 )
 AUTO_TILES = "auto"  # of `mlp_tiles`
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")

@@ -44,7 +44,7 @@ from lightning_cp.comm.transforms import (
     transforms_are_on,
 )
 from lightning_cp.compat.torch_names import DispatchKey, below_autograd, below_autograd_keys
-from lightning_cp.kernels import Inputs, PartialAttention, check_has_gradient, choose_tangent_kernel
+from lightning_cp.kernels import Inputs, PartialAttention, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
     "a second derivative of context-parallel attention (a gradient of a gradient, or a forward derivative of a "
@@ -117,7 +117,6 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: Any, others: list[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
         """Return out and lse. Args: others: receives the results without a gradient, which autograd need not wrap."""
-        check_has_gradient(Settings(*arguments[_SETTINGS:]).kernel)
         results: ForwardResults = _without_autograd(attention, run_attention, keys, arguments)
         _save(ctx, arguments, results)
         others += results[2:]

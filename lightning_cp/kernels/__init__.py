@@ -2,7 +2,6 @@
 
 from lightning_cp.config import KERNEL_NAMES
 from lightning_cp.kernels.choice import (
-    check_has_gradient,
     check_kernel,
     choose_kernel,
     choose_tangent_kernel,
@@ -22,7 +21,6 @@ __all__ = [
     "attend",
     "attend_backward",
     "attend_tangents",
-    "check_has_gradient",
     "check_kernel",
     "choose_kernel",
     "choose_tangent_kernel",

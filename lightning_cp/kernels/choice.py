@@ -9,7 +9,7 @@ from lightning_cp.device_profile import device_type
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
-from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel, SageKernel
+from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel
 
 # In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (
@@ -19,8 +19,6 @@ KERNELS: tuple[Kernel, ...] = (
     EfficientKernel(),
     MathKernel(),
 )
-# Approximate kernels without a gradient: used only if chosen by name, for sampling.
-SAMPLING_KERNELS: tuple[Kernel, ...] = (SageKernel(),)
 # Kernels with a forward derivative, in order of preference.
 TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 
@@ -32,7 +30,6 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
     "_native_efficient": "efficient",
     "_native_math": "math",
     "flash": "flash",  # of the package flash-attn; PyTorch's is the same algorithm
-    "sage": "sage",
     "flex": "auto",  # with a block mask
 }
 
@@ -62,7 +59,7 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
     """
     check_kernel(name)
     reasons = []
-    for kernel in KERNELS if name == "auto" else (*KERNELS, *SAMPLING_KERNELS):
+    for kernel in KERNELS:
         if name not in ("auto", kernel.name):
             continue
         if kernel.device_type not in ("any", device_type(query)):
@@ -73,15 +70,6 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
             return kernel
         reasons.append(reason)
     raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. Use kernel='auto'")
-
-
-def check_has_gradient(name: str) -> None:
-    """Check that the kernel `name` has a gradient. Raises: KernelError if not."""
-    if any(kernel.name == name for kernel in SAMPLING_KERNELS):
-        raise KernelError(
-            f"kernel={name!r} has no gradient, and an input requires one: use it for sampling under torch.no_grad(), "
-            "and kernel='auto' for training"
-        )
 
 
 def choose_tangent_kernel(name: str) -> TangentKernel:

@@ -1,13 +1,6 @@
-"""PyTorch's own attention kernels, called through aten (flash on CUDA and CPU, cuDNN, efficient), and SageAttention."""
+"""PyTorch's own attention kernels, called through aten (flash on CUDA and CPU, cuDNN, efficient)."""
 
 from __future__ import annotations
-
-import importlib
-import importlib.util
-from collections.abc import Callable
-from functools import cache
-from inspect import signature
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +8,6 @@ from torch.nn import functional as F
 
 from lightning_cp.compat.torch_names import aten
 from lightning_cp.device_profile import compute_capability, is_assumed
-from lightning_cp.errors import KernelError
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 _LSE_ALIGNMENT = 32  # in queries: the kernel pads lse to it, and expects it padded
@@ -274,41 +266,3 @@ def _by_head(x: Tensor) -> Tensor:
     """
     heads = x.transpose(1, 2)
     return heads if heads.stride(2) <= 2 * heads.shape[3] else heads.contiguous()
-
-
-@cache
-def _returns_lse(attend: Callable[..., Any]) -> bool:
-    return "return_lse" in signature(attend).parameters  # 1.0.6 takes any keyword and ignores this one
-
-
-class SageKernel:
-    """Package `sageattention`: approximate (8-bit products) and without a gradient, so "auto" never chooses it.
-
-    It subtracts the mean from the keys. Its LSE is a natural log and includes that mean again, so that chunks of a ring
-    can be merged.
-    """
-
-    name = "sage"
-    device_type = "cuda"
-    native_gqa = False  # some releases cannot return the log-sum-exp of grouped heads
-
-    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
-        if mask is not None:
-            return "it does not support masks"
-        if reason := half_precision_refusal(query, largest=128):
-            return reason
-        if not importlib.util.find_spec("sageattention"):
-            return "the package sageattention is not installed"
-        attend = importlib.import_module("sageattention").sageattn
-        return None if _returns_lse(attend) else "this release of sageattention returns no log-sum-exp: it needs 2.0"
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
-        attend = importlib.import_module("sageattention").sageattn
-        q, k, v = (x.contiguous() for x in (query, key, value))
-        out, lse = attend(q, k, v, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True)
-        return PartialAttention(out, lse.transpose(1, 2))
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        raise KernelError("kernel='sage' has no gradient: use it for sampling only, under torch.no_grad()")

@@ -28,7 +28,7 @@ from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
 from lightning_cp.launch.rendezvous import init_process_group
 
-PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "sageattention", "peft")
+PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "peft")
 WORLDS = (2, 3)
 TIMEOUT_S = 25  # for each number of ranks
 MAX_TIMEOUT_S = 86_400

@@ -39,8 +39,6 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
     check_optimizer(config)
     check_schedule(config)
     check_logger(config)
-    if read(config, "kernel") == "sage":
-        raise SettingsError("kernel=sage has no gradient: it is for sampling (lightning-cp sample); use kernel=auto")
 
 
 def check_trainer(config: DictConfig) -> None:
@@ -66,8 +64,6 @@ def check_device(config: DictConfig, accelerator: str) -> None:
         raise SettingsError(f"kernel={kernel} has no effect with strategy=single: leave it out, or use strategy=cp")
     if accelerator == "cpu" and kernel not in _CPU_KERNELS:
         raise SettingsError(f"kernel={kernel} is not valid on CPU: must be one of {', '.join(_CPU_KERNELS)}")
-    if kernel == "sage" and importlib.util.find_spec("sageattention") is None:
-        raise SettingsError(f"{needs('kernel=sage', 'sageattention')}, or use kernel=auto")
     if accelerator == "cpu" and precision.startswith("16"):
         raise SettingsError(
             f"precision={precision} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"

@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels import KERNEL_NAMES, check_kernel, choose_kernel, kernel_of_backend
-from lightning_cp.kernels.choice import DIFFUSERS_BACKENDS, KERNELS, SAMPLING_KERNELS
+from lightning_cp.kernels.choice import DIFFUSERS_BACKENDS, KERNELS
 
 MASK = torch.ones(1, 1, 1, 4, dtype=torch.bool)
 
@@ -23,7 +23,7 @@ def _query(device: str, dtype: torch.dtype, d: int = 64) -> Any:
 def test_names_are_unique_and_lead_to_kernels() -> None:
     assert len(set(KERNEL_NAMES)) == len(KERNEL_NAMES)
     assert KERNEL_NAMES[0] == "auto"
-    assert {kernel.name for kernel in (*KERNELS, *SAMPLING_KERNELS)} == set(KERNEL_NAMES[1:])
+    assert {kernel.name for kernel in KERNELS} == set(KERNEL_NAMES[1:])
     pairs = [(kernel.name, kernel.device_type) for kernel in KERNELS]
     assert len(set(pairs)) == len(pairs)
 
@@ -61,7 +61,6 @@ def test_the_first_that_can_is_chosen_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     kernel = choose_kernel("auto", _query("cuda", dtype, d), mask)
     assert kernel.name == expected
     assert kernel.device_type in ("cuda", "any")
@@ -77,14 +76,11 @@ def test_the_first_that_can_is_chosen_on_a_gpu(
         ("cudnn", _query("cuda", torch.float16, 129), None, "head size 129 is above 128"),
         ("efficient", _query("cuda", torch.float64), None, "dtype torch.float64"),
         ("flash", _query("cpu", torch.int32), None, "dtype torch.int32"),
-        ("sage", _query("cuda", torch.float16), None, "the package sageattention is not installed"),
-        ("sage", _query("cuda", torch.float16), MASK, "it does not support masks"),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_the_reason(
-    name: str, query: Any, mask: torch.Tensor | None, reason: str, monkeypatch: pytest.MonkeyPatch
+    name: str, query: Any, mask: torch.Tensor | None, reason: str
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(KernelError, match=f"kernel='{name}' cannot be used here: .*{reason}.*kernel='auto'"):
         choose_kernel(name, query, mask)
 

@@ -20,8 +20,6 @@ ERROR_LIMITS = {  # RMS error relative to the largest value; float32 may use TF3
     torch.bfloat16: 1e-2,
     torch.float16: 2e-3,
 }
-# Kernels for sampling multiply 8-bit numbers: 7 bits of an integer round to 0.4 %, 3 bits of a float8 to 3 %.
-SAMPLING_LIMIT = 3e-2
 _CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -32,9 +30,9 @@ _TITLE = "Largest RMS error of output, LSE and gradients against float64, relati
 
 
 def kernel_errors(config: DictConfig) -> Iterator[Measurement]:
-    """Compare output, LSE and gradients of every kernel and dtype (sampling kernels: output and LSE)."""
+    """Compare output, LSE and gradients of every kernel and dtype."""
     device = torch.device(config.device)
-    for kernel in (*choice.KERNELS, *choice.SAMPLING_KERNELS):
+    for kernel in choice.KERNELS:
         if kernel.device_type in ("any", device.type):
             for dtype in ERROR_LIMITS:
                 measure = functools.partial(_all_cases, kernel, dtype, device, config.errors.tokens)
@@ -43,13 +41,12 @@ def kernel_errors(config: DictConfig) -> Iterator[Measurement]:
 
 def _all_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device, tokens: int, result: StageResult) -> None:
     """Add one row, and one check for each case that the kernel does not refuse."""
-    has_gradient = kernel not in choice.SAMPLING_KERNELS
-    limit = ERROR_LIMITS[dtype] if has_gradient else SAMPLING_LIMIT
+    limit = ERROR_LIMITS[dtype]
     row = [kernel.name, dtype_name(dtype)]
     for case, options in _CASES.items():
         name = f"{kernel.name}, {dtype_name(dtype)}, {case}"
         try:
-            error = kernel_error(kernel, dtype, device, tokens, has_gradient=has_gradient, **options)
+            error = kernel_error(kernel, dtype, device, tokens, **options)
         except Exception as failure:  # any exception: the other cases are still measured
             error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:120]}"
             result.checks.append(Check(name, error, "runs", False))
@@ -72,7 +69,6 @@ def kernel_error(
     causal: bool = False,
     key_heads: int = 4,
     masked: bool = False,
-    has_gradient: bool = True,
 ) -> float | str:
     """Return the largest relative RMS error, or the reason why the kernel refuses the case."""
     generator = torch.Generator().manual_seed(0)
@@ -86,10 +82,8 @@ def kernel_error(
         return reason
     options: dict[str, Any] = {"mask": mask, "causal": causal, "scale": 64**-0.5}
     part = attend(kernel, q, k, v, **options)
-    results = [*part]
-    if has_gradient:
-        results += attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **options)
-    expected = _float64_attention(q, k, v, grad, **options)[: len(results)]
+    results = [*part, *attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **options)]
+    expected = _float64_attention(q, k, v, grad, **options)
     return max(_relative_error(result, exact) for result, exact in zip(results, expected, strict=True))
 
 

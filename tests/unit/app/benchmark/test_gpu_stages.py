@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import errors, host, memory, speed, suites
+from lightning_cp.app.benchmark.gpu import host, memory, speed, suites
 from lightning_cp.app.benchmark.gpu.main_job import judge_training
 from lightning_cp.app.benchmark.gpu.results import StageResult
-from lightning_cp.kernels import PartialAttention, choice
-from lightning_cp.kernels.math import MathKernel
 
 CONF = suites.REPOSITORY / "conf" / "bench"
 
@@ -51,39 +49,6 @@ def test_a_job_is_judged_by_its_losses_and_its_samples(
 
 def test_a_rehearsal_has_no_goal_for_the_losses() -> None:
     assert [check.passed for check in judge_training("cp", [9.0, 9.0], 0.0, settings("gpu_on_cpu"))] == [None]
-
-
-class _SamplingKernel(MathKernel):
-    """No gradient, like SageAttention. Args: lse_factor: 1 is right."""
-
-    name = "eight bits"
-
-    def __init__(self, lse_factor: float) -> None:
-        self.lse_factor = lse_factor
-
-    def forward(self, *tensors: Any, **options: Any) -> PartialAttention:
-        part = super().forward(*tensors, **options)
-        return PartialAttention(part.out, part.lse * self.lse_factor)
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("it has no gradient")
-
-
-def test_kernels_for_sampling_are_compared_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    for factor, right in ((1.0, True), (1.4427, False)):  # an lse in powers of 2
-        monkeypatch.setattr(choice, "SAMPLING_KERNELS", (_SamplingKernel(factor),))
-        result = StageResult({})
-        for name, measure in errors.kernel_errors(OmegaConf.create({"device": "cpu", "errors": {"tokens": 32}})):
-            if name == "eight bits, float32":
-                measure(result)
-        assert [check.passed for check in result.checks] == [right] * 4
-        assert {check.goal for check in result.checks} == {"≤ 3e-02"}
-
-
-def test_every_kernel_is_measured_on_a_gpu() -> None:
-    names = {name.split(",")[0] for name, _ in errors.kernel_errors(settings("gpu"))}
-    assert names == {kernel.name for kernel in (*choice.KERNELS, *choice.SAMPLING_KERNELS)}
-    assert "sage" in names
 
 
 def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
