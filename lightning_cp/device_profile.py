@@ -18,13 +18,11 @@ class DeviceProfile:
     Attributes:
         name: for messages.
         kind: "cuda": kernels, sizes of transfers, merge and optimizer of a GPU; "cpu": those of a CPU.
-        memory_bytes: memory of the device; 0: not known.
         capability: compute capability of a GPU.
     """
 
     name: str = "cpu"
     kind: Literal["cpu", "cuda"] = "cpu"
-    memory_bytes: int = 0
     capability: tuple[int, int] = (9, 0)
 
 

@@ -69,7 +69,7 @@ class GradientBuckets:
             hook.remove()
 
 
-def weights_mesh(groups: MeshGroups, task: str, device_type: str = "cpu") -> DeviceMesh:
+def weights_mesh(groups: MeshGroups, task: str) -> DeviceMesh:
     """Return a mesh of the ranks that shard weights: all (training), or those of a context group (sampling).
 
     Call it where tensors have storage.
@@ -77,7 +77,7 @@ def weights_mesh(groups: MeshGroups, task: str, device_type: str = "cpu") -> Dev
     group = groups.context if task == "sample" else dist.group.WORLD
     assert group is not None, "a layout of sampling with ring × ulysses = 1 has no shards"
     ranks = dist.get_process_group_ranks(group)
-    return DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("shard",))
 
 
 def shard_weights(model: nn.Module, installed: Installed, mesh: DeviceMesh, task: str) -> None:

@@ -77,7 +77,7 @@ class Device:
 
     def profile(self) -> DeviceProfile:
         """Return the device that a dry run behaves for."""
-        return DeviceProfile(self.name, self.kind, int(self.memory_gb * GB), self.capability)
+        return DeviceProfile(self.name, self.kind, self.capability)
 
     def bandwidth(self, span: int) -> float:
         """Return bytes per second of a communicator. Args: span: consecutive ranks that it lies in."""

@@ -43,13 +43,12 @@ class Layout:
 class Compute:
     """One operator on the compute stream.
 
-    Attributes: moved_bytes: bytes read and written. launches: number of kernels.
+    Attributes: moved_bytes: bytes read and written.
     """
 
     name: str
     flops: int
     moved_bytes: int
-    launches: int = 1
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def seconds_of(event: Compute, device: Device) -> float:
     share = device.attention_share if "attention" in event.name else device.matmul_share
     counts = "attention" in event.name or event.name.endswith(_PRODUCTS)
     products = event.flops / (device.tflops * share * 1e12) if counts else 0.0
-    return max(products, event.moved_bytes / (device.memory_gbs * 1e9), event.launches * device.kernel_us * 1e-6)
+    return max(products, event.moved_bytes / (device.memory_gbs * 1e9), device.kernel_us * 1e-6)
 
 
 def time_step(step: Step, device: Device) -> Times:

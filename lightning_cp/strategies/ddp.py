@@ -98,8 +98,7 @@ def check_reduced(ddp: DistributedDataParallel) -> None:
         unused_indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if unused_indices is None:
             raise
-        named = ddp.module.named_parameters()
-        trained = [name for name, x in named if x.requires_grad and name not in ddp.parameters_to_ignore]
+        trained = list(averaged_parameters(ddp))
         unused = [trained[int(index)] for index in unused_indices[1].split()]
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ValueError(

@@ -99,7 +99,7 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
         share_replicas(module)
 
 
-def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: bool = True) -> MissingWeights:
+def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWeights:
     """Compare all parameters and buffers between ranks, and broadcast rank 0's where they differ.
 
     Equal weights cost one all-gather of three integers. Otherwise the tensors that differ are broadcast one by one, in
@@ -109,7 +109,6 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
     Args:
         module: has the same parameters and buffers on every rank, on the meta device or not.
         device: device of the collectives.
-        buffers: include buffers.
     Returns: weights to send after the ranks that lack them have allocated storage.
     Ranks: the whole world.
     Raises: ValueError: on every rank: the ranks hold different modules, or a weight has values on other ranks but not
@@ -117,7 +116,7 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
-    tensors = compared_tensors(module, buffers=buffers)
+    tensors = compared_tensors(module)
     local_entries = [_describe(name, x, device) for name, x in tensors.items()]
     if _all_equal(local_entries):
         return MissingWeights()

@@ -1,6 +1,6 @@
 """The attention scope: the planned attention that runs in this thread.
 
-Hooks on the modules of parallel models set scopes (`scope_hooks`); stand-ins for the functions of PyTorch and diffusers
+Hooks on the modules of parallel models set scopes (`scopes`); stand-ins for the functions of PyTorch and diffusers
 read them (`stand_ins`). Other models and plain functions run without a scope.
 """
 

@@ -1,1 +1,1 @@
-"""Placement of a pipeline's weights: offloading between stages of a call, sharding over ranks, encoders alone."""
+"""Placement of a pipeline's weights: offloading between stages of a call, sharding over ranks."""

@@ -24,7 +24,7 @@ from lightning_cp.plans import Plan, split
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness.cases import full_unless
 
-_GPU = DeviceProfile("H100", "cuda", 80 << 30)
+_GPU = DeviceProfile("H100", "cuda")
 _FLUX_TINY = {
     "in_channels": 4,
     "num_layers": 6,
