@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_cp.finetune.host_weights import offload_blocks
     from lightning_cp.finetune.load import load_transformer, meta_transformer
     from lightning_cp.finetune.module import FineTuning
+    from lightning_cp.finetune.pipeline import load_pipeline
     from lightning_cp.finetune.prompt_samples import PromptSampler
     from lightning_cp.finetune.quantize import quantize_base
     from lightning_cp.finetune.side import SteeredTransformer, freeze_base
@@ -32,6 +33,7 @@ __all__ = [
     "divided_loader",
     "freeze_base",
     "hold_out",
+    "load_pipeline",
     "load_transformer",
     "meta_transformer",
     "new_controlnet",
@@ -40,7 +42,7 @@ __all__ = [
     "split_validation",
 ]
 
-# Imported at first use: pipelines import `finetune.families`, and the modules below import pipelines.
+# Imported at first use: families are imported without what uses them.
 _HOMES = {
     "FineTuning": "module",
     "HeldOutData": "validation",
@@ -54,6 +56,7 @@ _HOMES = {
     "divided_loader": "divided_data",
     "freeze_base": "side",
     "hold_out": "data",
+    "load_pipeline": "pipeline",
     "load_transformer": "load",
     "meta_transformer": "load",
     "new_controlnet": "control_pipeline",

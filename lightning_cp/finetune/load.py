@@ -15,10 +15,10 @@ from lightning_cp.engine.apply import no_plan_message
 from lightning_cp.engine.meta import default_dtype, load_when_allocated, weights_on_meta
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
+from lightning_cp.finetune.pipeline import quantised_error
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
 from lightning_cp.pipeline_folder import read_index
-from lightning_cp.pipelines.components import quantised_error
 from lightning_cp.plans import registered_plan
 
 

@@ -18,10 +18,10 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.encoders import pipeline_class, release
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
+from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.finetune.prompts.prompt_list import have_equal_work, sample_prompts_of
 from lightning_cp.finetune.prompts.recorded_prompts import RecordedPrompts
 from lightning_cp.finetune.side import called_by_pipeline, models_by_component
-from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae
 

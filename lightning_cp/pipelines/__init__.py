@@ -1,7 +1,6 @@
 """Sample with diffusers pipelines on several ranks: distribute tokens, CFG branches and prompts."""
 
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_rows, cfg_split, gather, sampling_ranks, split
 from lightning_cp.pipelines.prompts import ClipWithSound, read_prompts, sample_prompts
 from lightning_cp.pipelines.serving.follow import follow
@@ -16,7 +15,6 @@ __all__ = [
     "cfg_split",
     "follow",
     "gather",
-    "load_pipeline",
     "parallel_pipeline",
     "parallelize_pipeline",
     "read_prompts",

@@ -19,10 +19,10 @@ from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import DeviceProfile, assuming
 from lightning_cp.files import read_json
+from lightning_cp.finetune.pipeline import build_component
 from lightning_cp.mesh.groups import MeshGroups, groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipeline_folder import read_index
-from lightning_cp.pipelines.components import build_component
 from lightning_cp.pipelines.placement.sharding import is_vae
 from lightning_cp.planning.dry_run import fake_rank, is_ours, new_garbage_only, replace_tensors, without_storage
 from lightning_cp.planning.models import MediaSize

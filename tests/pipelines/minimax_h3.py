@@ -13,7 +13,7 @@ from diffusers import (
 )
 from transformers import LlavaProcessor, Qwen2VLImageProcessorPil
 
-from lightning_cp.pipelines.placement.modular import called_like_others
+from lightning_cp.finetune.modular import called_like_others
 from tests.models.minimax import TINY as MODELS
 from tests.pipelines.common import quiet
 from tests.pipelines.text.qwen import qwen3_vl

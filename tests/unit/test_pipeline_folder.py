@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_cp.finetune.encoders import pipeline_class
+from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.pipeline_folder import check_source
-from lightning_cp.pipelines.components import load_pipeline
 
 
 @pytest.mark.parametrize(

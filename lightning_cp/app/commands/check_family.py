@@ -80,7 +80,7 @@ def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from lightning_cp.finetune.families import family_for
-    from lightning_cp.pipelines.components import load_pipeline
+    from lightning_cp.finetune.pipeline import load_pipeline
 
     pipe = load_pipeline(str(config.pretrained), getattr(torch, config.dtype), setting="pretrained")
     pipe.set_progress_bar_config(disable=True)

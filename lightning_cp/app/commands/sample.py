@@ -120,7 +120,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     from lightning_cp.app.settings.formats import check_clip_format
     from lightning_cp.finetune.adapters.lora_file import load_loras
     from lightning_cp.finetune.load import load_exported, meta_transformers
-    from lightning_cp.pipelines import load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
+    from lightning_cp.finetune.pipeline import load_pipeline
+    from lightning_cp.pipelines import parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, planned_transformers
 
     started = time.perf_counter()

@@ -39,11 +39,11 @@ from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.finetune.load import load_transformer, meta_transformer, meta_transformers
+from lightning_cp.finetune.pipeline import is_modular_source
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
-from lightning_cp.pipelines.components import is_modular_source
 
 BEST = "best"  # folder of the export with the lowest validation loss
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Components, Family, Media, SideModel
+from lightning_cp.finetune.modular import all_blocks, is_modular
 from lightning_cp.finetune.objectives.objective import first_outputs
 from lightning_cp.finetune.side import SteeredTransformer, steering_arguments
 from lightning_cp.nest import replace
-from lightning_cp.pipelines.placement.modular import all_blocks, is_modular
 from lightning_cp.undoable import Around, intercept_method, set_attribute, undo_all
 
 

@@ -11,7 +11,8 @@ import torch
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.finetune import meta_transformer, stream
-from lightning_cp.pipelines import load_pipeline, parallel_pipeline
+from lightning_cp.finetune.pipeline import load_pipeline
+from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 

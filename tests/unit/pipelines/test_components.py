@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.pipelines import load_pipeline
+from lightning_cp.finetune.pipeline import load_pipeline
 from tests.families.cases import made
 
 

@@ -13,8 +13,8 @@ import torch
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import family_for
 from lightning_cp.finetune.encoders import load_encoders, pipeline_class
-from lightning_cp.pipelines import load_pipeline
-from lightning_cp.pipelines.placement.modular import is_modular
+from lightning_cp.finetune.modular import is_modular
+from lightning_cp.finetune.pipeline import load_pipeline
 from tests.families.cases import made
 
 pytestmark = pytest.mark.filterwarnings("ignore")
