@@ -16,11 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.runs.auto_degrees import with_degrees
-from lightning_cp.app.runs.certificate import certify
 from lightning_cp.app.runs.resume import AUTO, identity_of, requeued_checkpoint, resumed_checkpoint
 from lightning_cp.app.runs.run_folder import check_writable, locked
 from lightning_cp.app.runs.saved_settings import save_settings
-from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.table import SettingsError, check_values, read
@@ -66,7 +64,6 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     config, degrees = with_degrees(config, machine, env)
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
-    check_certify(config, accelerator=world.accelerator)
     requeued = requeued_checkpoint(config)
     resume = resumed_checkpoint(config, requeued)
     with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": resume}))
@@ -151,8 +148,6 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             _forget_encoded(run.config)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
-        if run.config.get("certify") and result.failure is None and is_first(env):
-            result = certify(config, run.config, job, lambda alone: check(alone, Machine.this(), None))
         return _requeue_if_timed_out(result) if is_first(env) else result
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from lightning_cp.app.card_sections import add_section
 from lightning_cp.app.sampling.album import Album
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.training.run import Run
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.files import writing_new
 from lightning_cp.finetune.card import CARD
@@ -109,6 +109,13 @@ class PromptPictures:
         if logger is not None:
             with open_image(sheet) as picture:
                 log_picture(logger, "samples", np.asarray(picture), run.state.step)
+
+
+def add_section(card: Path, title: str, lines: Sequence[str]) -> None:
+    """Add a section at the end of a card in Markdown. Raises: OSError: the card is then unchanged."""
+    text = card.read_text(encoding="utf-8")
+    with atomic_file(card) as scratch:
+        scratch.write_text("\n".join([text, f"## {title}", "", *lines]) + "\n", encoding="utf-8")
 
 
 def _plain(prompts: Any) -> Any:

@@ -57,7 +57,6 @@ SETTINGS = (
     Setting("output_root", Text()),
     Setting("run_dir", Text()),
     Setting("export", OneOf((True, False))),
-    Setting("certify", OneOf((True, False))),
     Setting("progress", OneOf((True, False))),
     Setting("num_workers", Integer(0)),
     Setting("log_every", Integer(1)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
@@ -190,16 +189,10 @@ def test_options_on_three_ranks_equal_one_process(
 
 @pytest.mark.full
 @pytest.mark.parametrize("trainer", ["fabric", "lightning"])
-def test_certify_under_torchrun(wan: Path, trainer: str) -> None:
-    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", "certify=true", f"trainer={trainer}")
+def test_torchrun_gives_the_losses_of_one_process(wan: Path, alone: Finished, trainer: str) -> None:
+    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", f"trainer={trainer}")
     finished = tune(wan, f"torchrun_{trainer}", *given, launcher=TORCHRUN)
-    certificate = json.loads((finished.folder / "certificate.json").read_text())
-    assert certificate["holds"]
-    assert certificate["topology"] == {"data": 1, "ring": 2, "ulysses": 1}
-    assert certificate["losses"] == finished.losses
-    assert certificate["losses"] == pytest.approx(certificate["one_process"], rel=1e-4)
-    assert finished.stdout.count("certify: training 3 steps on one process") == 1
-    assert not (finished.folder / "one_process").exists()
+    assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
 
 
 @pytest.mark.full

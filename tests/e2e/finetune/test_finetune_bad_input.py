@@ -141,26 +141,9 @@ def test_validation_larger_than_a_folder_of_media(flux: Path) -> None:
     )
 
 
-def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
-    pipe = _copied(flux, "large")
-    header = json.dumps({"weight": {"dtype": "BF16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 2 << 40]}})
-    for path in (pipe / "transformer").glob("*.safetensors"):
-        path.unlink()
-    content = len(header).to_bytes(8, "little") + header.encode()
-    (pipe / "transformer/diffusion_pytorch_model.safetensors").write_bytes(content)
-    error = error_of(_tune(flux, "certify", *RANKS, "certify=true", "model.dtype=bfloat16", pipe=pipe))
-    assert "certify=true trains on one process too, which needs at least 2048.0 GiB" in error
-    assert "GiB of memory are free" in error
-    error = error_of(_tune(flux, "certify_all", *RANKS, "certify=true", "lora=null", pipe=pipe))
-    assert "needs at least 20480.0 GiB" in error
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("certify=true",), "strategy=single is one"),
-        pytest.param((*RANKS, "certify=true", "log_every=2"), "set log_every=1, not 2", marks=pytest.mark.full),
-        ((*RANKS, "certify=true", "resume=last"), "certify a new run"),
         pytest.param(
             ("sampling.every=2",), "sampling.every=2 and sampling.prompts=null belong together", marks=pytest.mark.full
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -161,12 +160,6 @@ def test_all_weights_of_both_are_saved_for_from_pretrained(
         )
         assert any(not torch.equal(loaded[key], base[key]) for key in base)
         assert all(torch.equal(x, saved[f"{name}.{key}"]) for key, x in loaded.items())
-
-
-@pytest.mark.full
-def test_a_certificate_compares_both_experts(both: Callable[..., Finished]) -> None:
-    finished = both("certified", *CHOSEN, "strategy=cp", "ring=2", "certify=true")
-    assert json.loads((finished.folder / "certificate.json").read_text())["holds"]
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_cp.app.card_sections import add_section
+from lightning_cp.app.sampling.prompts import add_section
 from lightning_cp.checkpoint import folder as folders
 from lightning_cp.errors import ExportError
 from lightning_cp.export import LORA_FILE

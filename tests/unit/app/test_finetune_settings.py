@@ -423,35 +423,3 @@ def test_other_controlnets_are_refused(here: Path, kind: str, config: dict[str, 
     (here / "control/controlnet/config.json").write_text(json.dumps({"num_attention_heads": 4, **config}))
     with pytest.raises(SettingsError, match=re.escape(message)):
         check(here, "model.pretrained=HERE/control", experiment="finetune_flux_controlnet")
-
-
-def write_header(folder: Path, **shapes: list[int]) -> None:
-    """Write a safetensors file without its data."""
-    header = json.dumps(
-        {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    )
-    content = len(header).to_bytes(8, "little") + header.encode()
-    (folder / "diffusion_pytorch_model.safetensors").write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("control", "base", "needed"),
-    [
-        ({"x": [1]}, {"x": [1 << 20, 1 << 20]}, "2048.0"),  # the frozen transformer in bfloat16
-        ({"x": [1 << 20, 1 << 20]}, {"x": [1]}, "20480.0"),  # weights in float32, and 16 bytes for each
-    ],
-)
-def test_certify_counts_both_models(
-    here: Path, control: dict[str, list[int]], base: dict[str, list[int]], needed: str
-) -> None:
-    write_header(here / "control/controlnet", **control)
-    write_header(here / "control/transformer", **base)
-    given = ("certify=true", "strategy=cp", "ring=2", "model.dtype=bfloat16", "model.pretrained=HERE/control")
-    with pytest.raises(SettingsError, match=rf"which needs at least {re.escape(needed)} GiB"):
-        check(here, *given, experiment="finetune_flux_controlnet")
-
-
-def test_certify_counts_what_vace_trains(here: Path) -> None:
-    write_header(here / "pipe/transformer", x=[1 << 20, 1 << 20], vace_x=[1 << 20, 1 << 16])
-    with pytest.raises(SettingsError, match=r"which needs at least 5376\.0 GiB"):  # 17/16 × 4096 GiB, and 1/16 × 16 TiB
-        check(here, "certify=true", "strategy=cp", "ring=2", experiment="finetune_wan_vace")
