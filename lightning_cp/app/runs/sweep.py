@@ -1,4 +1,4 @@
-"""Record each job of a Hydra multirun; at the end write a table, a CSV file and plots of all jobs.
+"""Record each job of a Hydra multirun; at the end write a table, a CSV file and a plot of all jobs.
 
 Each job starts fresh, because its ranks are new processes; only the outcomes are kept between jobs. Imports no torch.
 """
@@ -173,57 +173,35 @@ def _degree(config: Any, key: str) -> Any:
 
 
 def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
-    """Plot the loss curves of all jobs, and each job's step time and tokens/s, in one PNG."""
+    """Plot the loss curves of all jobs in one PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
     named = {outcome.job: settings for outcome, settings in zip(outcomes, differing(outcomes), strict=True)}
     trained = [outcome for outcome in outcomes if outcome.steps]
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    palette = [f"C{i % 10}" for i in range(len(trained))]  # line styles distinguish more than ten
+    curves: Any = figure.subplots()
     best = min((x for x in trained if not math.isnan(x.objective)), key=lambda x: x.objective, default=None)
-    noise = []
     for i, outcome in enumerate(trained):
         rows = list(read_metric_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         label += " (failed)" if outcome.status is Status.FAILED else " (best)" if outcome is best else ""
-        style = ("-", "--", "-.", ":")[(i + i // 10) % 4]  # equal curves overlap
+        color, style = f"C{i % 10}", ("-", "--", "-.", ":")[(i + i // 10) % 4]  # equal curves overlap
         width, order = (2.6, 3) if outcome is best else (1.2, 2)
-        curves.plot(steps, losses, style, color=palette[i], lw=width, zorder=order, label=label)
+        curves.plot(steps, losses, style, color=color, lw=width, zorder=order, label=label)
         validated = [(row["step"], row["val_loss"]) for row in rows if not math.isnan(row.get("val_loss", math.nan))]
         if validated:
-            curves.plot(*zip(*validated), "o", color=palette[i], ms=4 if outcome is best else 3, mec="black", mew=0.5)
-        noise.append(_noise([row["step_time_s"] for row in rows]))
+            curves.plot(*zip(*validated), "o", color=color, ms=4 if outcome is best else 3, mec="black", mew=0.5)
     has_dots = any(not math.isnan(outcome.val_loss) for outcome in trained)
     curves.set(xlabel="step", ylabel="loss (dots: validation)" if has_dots else "loss")
     curves.xaxis.get_major_locator().set_params(integer=True)
     show_whole(curves)
     curves.legend(frameon=False, fontsize=8)
-    positions = range(len(trained))
-    labels = [f"{outcome.job}: {_degrees_text(outcome)}{note}" for outcome, note in zip(trained, noise)]
-    for axes, values, name in (
-        (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
-        (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
-    ):
-        axes.barh(positions, values, color=palette)
-        axes.set(xlabel=name, yticks=positions, yticklabels=labels)
-        axes.invert_yaxis()
-    for axes in (curves, times, speeds):
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
+    curves.grid(alpha=0.3)
     with writing_new(picture):
         figure.savefig(picture, dpi=110)
-
-
-def _noise(times_s: list[float]) -> str:
-    """Return a note if the interquartile range of the times is above 30 % of the median."""
-    if len(times_s) < 4:
-        return ""
-    lower, middle, upper = statistics.quantiles(times_s, n=4)
-    return f"\nspread {100 * (upper - lower) / middle:.0f} %" if upper - lower > 0.3 * middle else ""
 
 
 def _table(outcomes: list[Outcome]) -> Table:

@@ -53,7 +53,6 @@ _SETTINGS = (
     Setting("save_every", Either(_NULL, Integer(1))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.validation", Integer(0)),
-    Setting("data.leftovers", OneOf(("carry", "drop", "repeat"))),
     Setting("data.fps", Either(_NULL, Number(above=0))),
     Setting("data.captions", OneOf(("required", "optional"))),
 )

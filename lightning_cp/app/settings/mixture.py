@@ -21,17 +21,13 @@ def check_mixture(config: DictConfig, *, data_parallel: int) -> None:
     """Check the batches of a fine-tuning run. Raises: SettingsError: the first error found."""
     for setting in _SETTINGS:
         setting.check(config)
-    batch, mixed, leftovers = (read(config, key) for key in ("batch_size", "data.mixed", "data.leftovers"))
-    by_tokens = _by_tokens(config)
-    if not mixed and not by_tokens:
+    batch, by_tokens = read(config, "batch_size"), _by_tokens(config)
+    if not by_tokens and not read(config, "data.mixed"):
         if batch % data_parallel:
             raise SettingsError(
                 f"batch_size={batch} is the global batch and must be a multiple of {data_parallel} groups"
             )
         return
-    if leftovers != "carry":
-        cause = "data.mixed=true" if mixed else "degrees.by_tokens"
-        raise SettingsError(f"data.leftovers={leftovers} does not work with {cause}: use data.leftovers=carry")
     ranks = data_parallel * read(config, "ring") * read(config, "ulysses")
     groups = max(data_parallel, ranks // min(by_tokens.values(), default=ranks))
     if batch < groups:

@@ -28,11 +28,6 @@ def batch_order(config: DictConfig, data: Any, family: Family, strategy: Any) ->
     """
     ranks = None if is_single(config) else strategy
     if config.data.mixed or needs_division(data, ranks):
-        if config.data.leftovers != "carry":  # mixed data and degrees are checked before: these are weights
-            raise ValueError(
-                f"data.leftovers={config.data.leftovers} does not work with samples that have a weight in the loss: "
-                "use data.leftovers=carry"
-            )
         division, degrees = _division(config, data, family), step_degrees(ranks)
         return DividedBatchSampler(division, config.batch_size, degrees, mixed=config.data.mixed, seed=config.seed)
     shard = DataShard.of(strategy)
@@ -40,7 +35,6 @@ def batch_order(config: DictConfig, data: Any, family: Family, strategy: Any) ->
         data.buckets,
         config.batch_size,
         seed=config.seed,
-        leftovers=config.data.leftovers,
         with_epoch=True,
         data_rank=shard.rank,
         data_size=shard.size,

@@ -139,7 +139,6 @@ def test_degrees_of_batches_of_one_size_give_the_run_of_one_process(trained: Cal
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("data.mixed=true", "data.leftovers=drop"), "data.leftovers=drop does not work with data.mixed=true"),
         (("data.mixed=true", "batch_size=1", "strategy=cp", "data_parallel=2"), "must be at least 2"),
         (("objective.reduction=mean",), "objective.reduction=mean"),
         (("strategy=cp", "ring=2", "degrees.by_tokens={6: 3}"), "degrees.by_tokens: 3 is no context degree within"),

@@ -315,7 +315,6 @@ REFUSED = [
     ("data.validation=1", "validation.every=null and data.validation=1 belong together: set both, or neither"),
     ("validation.every=5", "validation.every=5 and data.validation=0 belong together: set both, or neither"),
     ("validation.every=5 data.validation=6", "data.validation=6 must be less than 6, the number of samples"),
-    ("data.leftovers=keep", "data.leftovers=keep is not valid: must be one of carry, drop, repeat"),
     ("data=folder data.path=HERE/media data.captions=some", "data.captions=some is not valid"),
     ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
     ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be null, or one or several"),
