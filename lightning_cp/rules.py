@@ -6,7 +6,7 @@ becomes 2). Its errors name neither the key of the command line nor the value as
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -133,6 +133,27 @@ class Each(Rule):
     @override
     def describe(self) -> str:
         return f"a list of {self.count}, each {self.rule.describe()}"
+
+
+def ruled(default: Any, rule: Rule) -> Any:
+    """Return a dataclass field with a rule, which `check_rules` checks. Args: default: MISSING for none."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def rules_of(settings: type[Any]) -> dict[str, Rule]:
+    """Return the rules of a dataclass, by field; fields without a rule are left out."""
+    return {one.name: one.metadata["rule"] for one in fields(settings) if "rule" in one.metadata}
+
+
+def check_rules(settings: Any, prefix: str = "") -> None:
+    """Check the fields of a dataclass that have a rule. Args: prefix: in front of the names in errors, such as "lora.".
+
+    Raises: ValueError: the first invalid value.
+    """
+    for name, rule in rules_of(type(settings)).items():
+        value = getattr(settings, name)
+        if not rule.passes(value):
+            raise ValueError(f"{prefix}{name}={value!r} must be {rule.describe().replace('null', 'None')}")
 
 
 MLP_TILES = Either(OneOf((None, "auto")), Integer(1))  # number of tiles of a feed-forward

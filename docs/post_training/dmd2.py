@@ -19,7 +19,6 @@ from lightning_cp import pytorch as strategies
 from lightning_cp.app.digits import NUM_CLASSES, Digits, load_scans
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.app.sampling.trained import load_denoiser
-from lightning_cp.checkpoint import find_checkpoint
 from lightning_cp.data import RandomStream
 from lightning_cp.training import sample_noise
 
@@ -107,7 +106,7 @@ class Distillation(LightningModule):
 def main():
     settings = OmegaConf.merge(SETTINGS, OmegaConf.from_cli())
     run = Path(settings.run)
-    teacher = load_denoiser(OmegaConf.load(run / ".hydra/resolved.yaml"), find_checkpoint(str(run), run))
+    teacher = load_denoiser(run)
     strategy = getattr(strategies, settings.strategy)(ring=settings.ring)
     common = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
     trainer = Trainer(devices=settings.devices, strategy=strategy, **common)

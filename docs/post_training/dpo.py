@@ -18,7 +18,6 @@ from lightning_cp import fabric as strategies
 from lightning_cp.app.digits import NUM_CLASSES, Digits
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.app.sampling.trained import load_denoiser
-from lightning_cp.checkpoint import find_checkpoint
 from lightning_cp.data import RandomStream
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.objectives import dpo_loss, reference_policy
@@ -82,7 +81,7 @@ def pair_losses(model, pairs, *, beta, **key):
 def main():
     settings = OmegaConf.merge(SETTINGS, OmegaConf.from_cli())
     run, rows = Path(settings.run), []
-    model = load_denoiser(OmegaConf.load(run / ".hydra/resolved.yaml"), find_checkpoint(str(run), run))
+    model = load_denoiser(run)
     pairs = make_pairs(model, settings)  # the same on every rank
     add_lora(model.transformer, LoraSettings(rank=16, targets=["to_q", "to_k", "to_v", "net.0.proj", "net.2"]))
     strategy = getattr(strategies, settings.strategy)(ring=settings.ring)

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from lightning_cp.app.digits import NUM_CLASSES, Digits
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.app.sampling.trained import load_denoiser
-from lightning_cp.checkpoint import find_checkpoint
 from lightning_cp.data import RandomStream
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune import LoraSettings, add_lora
@@ -66,7 +65,7 @@ def rollout(model, labels, samples, iteration, settings):
 def main():
     settings = OmegaConf.merge(SETTINGS, OmegaConf.from_cli())
     run = Path(settings.run)
-    model = load_denoiser(OmegaConf.load(run / ".hydra/resolved.yaml"), find_checkpoint(str(run), run))
+    model = load_denoiser(run)
     add_lora(
         model.transformer, LoraSettings(rank=16, targets=["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"])
     )

@@ -8,20 +8,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.mesh.degrees import check_degrees, check_shares
-from lightning_cp.rules import MLP_TILES, STALL_S, OneOf, Rule
-
-T = TypeVar("T")
-
-
-def _field(default: T, rule: Rule) -> T:
-    made: T = field(default=default, metadata={"rule": rule})
-    return made
+from lightning_cp.rules import MLP_TILES, STALL_S, OneOf, check_rules, ruled
 
 
 @dataclass(frozen=True)
@@ -41,11 +34,11 @@ class StrategySettings:
     plans: Mapping[Any, object] | None = None
     modules: Sequence[Any] | None = None
     kernel: str = "auto"
-    check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
-    stall_s: float | None = _field(60.0, STALL_S)
+    check_peers: str = ruled("sampled", OneOf(CHECK_PEERS))
+    stall_s: float | None = ruled(60.0, STALL_S)
     shares: Sequence[float] | None = None
     degrees: Mapping[int, int] | str | None = None
-    mlp_tiles: int | str | None = _field(None, MLP_TILES)
+    mlp_tiles: int | str | None = ruled(None, MLP_TILES)
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)
@@ -59,10 +52,7 @@ class StrategySettings:
             )
         if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
             raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
-        for name, rule in setting_rules().items():
-            value = getattr(self, name)
-            if not rule.passes(value):
-                raise ValueError(f"{name}={value!r} must be {rule.describe().replace('null', 'None')}")
+        check_rules(self)
         check_shares(self.shares, ring=self.config.ring, ulysses=self.config.ulysses)
         check_degrees(
             self.degrees, ring=self.config.ring, ulysses=self.config.ulysses, mesh=self.mesh, shares=self.shares
@@ -84,11 +74,6 @@ class StrategySettings:
     def pick(cls, arguments: Mapping[str, Any]) -> StrategySettings:
         """Create the settings from the arguments of a strategy's constructor; other arguments are ignored."""
         return cls(**{one.name: arguments[one.name] for one in fields(cls)})
-
-
-def setting_rules() -> dict[str, Rule]:
-    """Return the rules of the settings that have one, by name."""
-    return {one.name: one.metadata["rule"] for one in fields(StrategySettings) if "rule" in one.metadata}
 
 
 def known_settings(strategy: type[Any]) -> set[str]:

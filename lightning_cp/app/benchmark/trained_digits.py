@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_cp.app.runs.sweep import RESOLVED
 from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
-from lightning_cp.app.settings.foreign import read_foreign_run
-from lightning_cp.checkpoint import find_checkpoint
+from lightning_cp.app.settings.trained import TrainedDenoiser
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import parallelize
@@ -30,7 +27,7 @@ from lightning_cp.training.noise import sample_noise
 class TrainedDigits(NamedTuple):
     """The denoiser of a digits run on one rank, and the noise and labels of its samples."""
 
-    config: DictConfig
+    trained: TrainedDenoiser
     module: Any
     installed: Installed
     ranks: SampleGroups
@@ -45,7 +42,7 @@ class TrainedDigits(NamedTuple):
     @property
     def evaluations(self) -> int:
         """Return the number of forwards of one sample: two for each step."""
-        return 2 * int(self.config.sampling.num_inference_steps)
+        return 2 * self.trained.num_inference_steps
 
     def draw(self, around: Callable[[float], AbstractContextManager[None]]) -> Tensor:
         """Draw all samples. Args: around: context of each forward, by time."""
@@ -53,9 +50,9 @@ class TrainedDigits(NamedTuple):
             SharedGuidance(self.module, self.ranks, around=around),
             self.noise,
             self.labels,
-            null_label=self.config.data.num_classes,
-            guidance=self.config.sampling.guidance_scale,
-            num_steps=self.config.sampling.num_inference_steps,
+            null_label=self.trained.num_classes,
+            guidance=self.trained.guidance_scale,
+            num_steps=self.trained.num_inference_steps,
         )
 
 
@@ -67,15 +64,14 @@ class Panel(NamedTuple):
 
 
 def load_digits(run: Path, count: int) -> TrainedDigits:
-    """Load the last checkpoint of a run of lightning-cp train, for `count` samples on one rank."""
-    config = read_foreign_run(run / ".hydra" / RESOLVED)
-    module: Any = load_denoiser(config, find_checkpoint(str(run), run))
-    data, parallel = config.data, ContextParallelConfig()
+    """Load the denoiser of a run of lightning-cp train, for `count` samples on one rank."""
+    trained, parallel = TrainedDenoiser.read(run), ContextParallelConfig()
+    module: Any = load_denoiser(run)
     installed = parallelize(module.transformer, parallel)
-    shape = (count, data.channels, data.frames, data.height, data.width)
+    shape = (count, *trained.size)
     noise = sample_noise(shape, seed=0, step=0, first_index=0, stream=RandomStream.SAMPLE, device=torch.device("cpu"))
-    labels = torch.arange(count) % data.num_classes
-    return TrainedDigits(config, module, installed, sampling_ranks(parallel), noise, labels)
+    labels = torch.arange(count) % trained.num_classes
+    return TrainedDigits(trained, module, installed, sampling_ranks(parallel), noise, labels)
 
 
 def psnr(samples: Tensor, exact: Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Sample from a checkpoint of lightning-cp train, or with a diffusers pipeline, on one rank or several.
+"""Sample from a run of lightning-cp train, or with a diffusers pipeline, on one rank or several.
 
-    lightning-cp sample                                     the newest checkpoint under outputs
+    lightning-cp sample                                     the newest run under outputs
     lightning-cp sample strategy=cp ring=2 cfg=2            on four ranks
     lightning-cp sample source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
     lightning-cp sample cache=first_block cache.threshold=0.1  with a step cache
@@ -43,18 +43,17 @@ def sample(config: DictConfig) -> None:
     album = Album(folder / "samples", config.format, config.fps)
     context = getattr(fabric.strategy, "context", None)
     parallel = ContextParallelConfig() if context is None else context.config
-    seconds = (from_pipeline if config.trained is None else from_checkpoint)(config, fabric, album, parallel)
+    seconds = (from_pipeline if config.trained is None else from_run)(config, fabric, album, parallel)
     has_sheet = album.draw_sheet(folder / "contact_sheet.png")
     if fabric.is_global_zero:
         summarise_sampling(folder, seconds, config, has_sheet=has_sheet)
 
 
-def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
+def from_run(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
     """Sample the classes of a run with its EMA weights. Returns: seconds per stage."""
     import torch
     from tqdm import tqdm
 
-    from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.recognise import recognise_digits
     from lightning_cp.app.sampling.step_cache import CachedSteps, enable_cache, skipped_fraction
     from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
@@ -65,33 +64,31 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.sampling import SamplingSettings, draw_samples
     from lightning_cp.training.ranks import DataShard
 
-    started, trained, data = time.perf_counter(), config.trained, config.trained.data
+    started, trained = time.perf_counter(), config.trained
     ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
-    checkpoint = Path(config.checkpoint)
-    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False)
+    module: Any = load_denoiser(Path(config.run))
     if config.lora is not None:
         denoiser = SimpleNamespace(transformer=module.transformer, components={"transformer": module.transformer})
         load_loras(denoiser, config.lora, config.lora_scale)
     module = module.to(fabric.device)
-    of_run = trained.sampling
-    num_steps = config.num_inference_steps or of_run.num_inference_steps
+    num_steps = config.num_inference_steps or trained.num_inference_steps
     if ranks.context.context_size > 1 or config.get("cache") is not None:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
     steps = None
     if config.get("cache") is not None:
         steps = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
         enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
-    guidance = of_run.guidance_scale if config.guidance_scale is None else config.guidance_scale
+    guidance = trained.guidance_scale if config.guidance_scale is None else config.guidance_scale
     labels = [c for c in config.prompts or () for _ in range(config.num_samples or 1)]
-    count = len(labels) or config.num_samples or of_run.num_samples
+    count = len(labels) or config.num_samples or trained.num_samples
     precision, loaded = fabric.strategy.precision, time.perf_counter()
     bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
         SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, around=steps),
-        (data.channels, data.frames, data.height, data.width),
+        tuple(trained.size),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
-        num_classes=data.num_classes,
+        num_classes=trained.num_classes,
         data_shard=DataShard(ranks.data_rank, ranks.data_size),
         labels=torch.tensor(labels) if labels else None,
         between=bar.update,
@@ -101,7 +98,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     if fabric.is_global_zero:
         for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
             album.add(number, pixels)
-        if are_digits(data):
+        if trained.is_digits:
             recognition = recognise_digits(drawn.pixels, drawn.labels)
             print(f"A classifier of the real digits recognises {recognition.fraction:.1%} of {count} samples.")
         if config.get("cache") is not None:
@@ -193,7 +190,7 @@ def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConf
         table.add_column(name, justify="right")
     table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
     console = terminal.console()
-    console.print(f"{rich_text(config.checkpoint or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)
+    console.print(f"{rich_text(config.run or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)
     console.print(table)
     sheet = "  contact_sheet.png" if has_sheet else ""
     console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)

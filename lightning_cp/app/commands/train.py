@@ -18,6 +18,7 @@ from lightning_cp.app.runs.recipe import run_recipe
 from lightning_cp.app.settings.components import components_of
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.app.settings.trained import TrainedDenoiser
 from lightning_cp.app.terminal import printable
 
 
@@ -27,7 +28,7 @@ def train(config: DictConfig) -> None:
     if is_finetuning(config):
         fine_tune(config)
         return
-    from lightning_cp.app.denoisers import save_conditioning
+    from lightning_cp.app.denoisers import FluxDenoiser, WanDenoiser, save_conditioning
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.fit import fit_model
@@ -56,9 +57,23 @@ def train(config: DictConfig) -> None:
     def finish(run: Run) -> None:
         recognised = pictures.make(run, "final")
         if config.export:
-            with run.state.average.swapped_in(run.state.module):
-                save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
-                save_conditioning(run.state.module, run.folder.path, writes=run.is_first)
+            denoiser: Any = run.state.module
+            with run.state.average.swapped_in(denoiser):
+                save_pretrained(denoiser.transformer, run.folder.path / "transformer")
+                save_conditioning(denoiser, run.folder.path, writes=run.is_first)
+            if run.is_first and type(denoiser) in (WanDenoiser, FluxDenoiser):
+                trained = TrainedDenoiser(
+                    denoiser=type(denoiser).__name__,
+                    num_classes=denoiser.num_classes,
+                    num_tokens=denoiser.class_tokens.num_tokens,
+                    patch_size=getattr(denoiser, "patch_size", None),
+                    size=size,
+                    is_digits=are_digits(data),
+                    num_samples=settings.count,
+                    num_inference_steps=settings.num_steps,
+                    guidance_scale=settings.guidance,
+                )
+                trained.write(run.folder.path)
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise_training(config, run, recognised=recognised, seconds=time.perf_counter() - started)

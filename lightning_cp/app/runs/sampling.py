@@ -1,25 +1,23 @@
-"""Check the settings of `lightning-cp sample`, for a checkpoint of a run or a diffusers pipeline.
+"""Check the settings of `lightning-cp sample`, for a run from scratch or a diffusers pipeline.
 
 Imports neither torch nor diffusers.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.app.settings.components import check_heads, read_file
-from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
-from lightning_cp.app.settings.foreign import read_foreign_run
+from lightning_cp.app.settings.consistency import check_device, check_trainer
 from lightning_cp.app.settings.formats import check_format
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
-from lightning_cp.app.settings.trained import find_adapters, find_models
+from lightning_cp.app.settings.trained import TrainedDenoiser, find_adapters, find_models, find_run
 from lightning_cp.app.settings.world import is_single, resolve_world
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.errors import MediaError
 from lightning_cp.files import read_json, why_not_regular
 from lightning_cp.launch.machine import Machine
@@ -40,7 +38,7 @@ _PIPELINE_DEFAULTS: dict[str, Any] = {
 def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
     """Check everything that can be checked before ranks start, and find the model to sample. See `check_config`.
 
-    Raises: SettingsError, CheckpointError: the first error found.
+    Raises: SettingsError: the first error found.
     """
     check_values(config)
     world = resolve_world(config, machine, env)
@@ -67,33 +65,29 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
 
 
 def _source(config: DictConfig) -> dict[str, Any]:
-    """Find the source: `checkpoint` and `trained` (its run's configuration), or `pipeline`; the others are None."""
-    source, root = str(read(config, "source")), Path(read(config, "output_root")).absolute()
+    """Find the source: `run` (its folder) and `trained` (a `TrainedDenoiser`), or `pipeline`; the others are None."""
+    source = str(read(config, "source"))
     folder = Path(source)
     if any((folder / name).is_file() for name in _PIPELINE_FILES):
-        return {"pipeline": str(folder.absolute()), "checkpoint": None, "trained": None}
+        return {"pipeline": str(folder.absolute()), "run": None, "trained": None}
     if source != "last" and not folder.exists():
         if is_hub_id(source):
-            return {"pipeline": source, "checkpoint": None, "trained": None}  # id of a pipeline on the hub
+            return {"pipeline": source, "run": None, "trained": None}  # id of a pipeline on the hub
         raise SettingsError(
-            f"source={source} does not exist: must be `last` (the newest checkpoint under output_root), the folder of "
-            "a checkpoint, of a run or of a pipeline, or the id of a pipeline on the hub (organisation/name)"
+            f"source={source} does not exist: must be `last` (the newest run under output_root), the folder of a run "
+            "or of a pipeline, or the id of a pipeline on the hub (organisation/name)"
         )
+    run = find_run(config)
     try:
-        checkpoint = find_checkpoint(source, root).absolute()
-    except CheckpointError as error:
-        raise SettingsError(str(error).replace("resume=", "source=", 1)) from error
-    settings = checkpoint.parent.parent / ".hydra" / sweep.RESOLVED
-    if not settings.is_file():
-        raise SettingsError(f"source={source}: {settings} is missing; it describes the model of {checkpoint}")
-    trained = read_foreign_run(settings, trust=read(config, "trust", False))
-    return {"pipeline": None, "checkpoint": str(checkpoint), "trained": trained}
+        trained = TrainedDenoiser.read(run)
+    except ValueError as error:
+        raise SettingsError(f"source={source}: {error}") from None
+    return {"pipeline": None, "run": str(run), "trained": asdict(trained)}
 
 
 def _check_trained(config: DictConfig) -> None:
-    trained = config.trained
-    degrees = {"ring": config.ring, "ulysses": config.ulysses}
-    check_model(OmegaConf.merge(trained, degrees))  # type: ignore[arg-type]
+    transformer = Path(config.run) / "transformer"
+    check_heads(read_file(transformer / "config.json", "source"), transformer, config.ulysses)
     if config.cfg > _BRANCHES:
         raise SettingsError(
             f"cfg={config.cfg} is not valid: must be at most {_BRANCHES}, the number of guidance branches"
@@ -101,10 +95,9 @@ def _check_trained(config: DictConfig) -> None:
     for key, default in _PIPELINE_DEFAULTS.items():
         if config[key] != default:
             raise SettingsError(
-                f"{key}={show(config[key])} applies to pipelines only: leave it out for a checkpoint of a run "
-                f"({config.checkpoint})"
+                f"{key}={show(config[key])} applies to pipelines only: leave it out for a run ({config.run})"
             )
-    classes, frames = trained.data.num_classes, trained.data.frames
+    classes, frames = config.trained.num_classes, config.trained.size[1]
     for value in _entries(config.prompts) or ():
         if not _is_class(value) or value >= classes:
             raise SettingsError(

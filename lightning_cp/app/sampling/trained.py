@@ -1,52 +1,44 @@
-"""Load the model of a run's checkpoint for sampling, on any number of ranks."""
+"""Load the denoiser of a run for sampling, on any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_cp.app.settings.foreign import check_model_classes
-from lightning_cp.checkpoint.store import load_checkpoint
+from lightning_cp.app import denoisers
+from lightning_cp.app.settings.trained import TrainedDenoiser
+from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.finetune.load import load_exported
 from lightning_cp.mesh.sample_groups import SampleGroups
 from lightning_cp.pipelines.guidance.cfg_samples import cfg_merge, cfg_split
 
 
-def load_denoiser(
-    config: DictConfig,
-    checkpoint: Path,
-    *,
-    trust: bool = False,
-    verify: bool = True,
-) -> nn.Module:
-    """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
+def load_denoiser(run: Path) -> nn.Module:
+    """Load a denoiser with its EMA weights, on the CPU and in eval mode. No file of the run can name code to call.
 
-    Args:
-        config: configuration of the run (its `.hydra/resolved.yaml`).
-        checkpoint: checkpoint folder.
-        trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
-            of `lightning_cp.app.settings.foreign`.
-        verify: False if `find_checkpoint` has just verified the checkpoint.
-    Ranks: the whole world; each reads all weights.
+    Args: run: folder of a run that `lightning-cp train` trained from scratch, to its end.
     Raises:
-        CheckpointError: the checkpoint is incomplete, or belongs to another model.
-        SettingsError: `config.model` names a class that needs `trust`.
+        ValueError: `denoiser.json` or `transformer/` is missing, damaged or of another model.
+        CheckpointError: `conditioning.safetensors` is.
     """
-    model = OmegaConf.to_container(config.model, resolve=True)
-    if not trust:
-        check_model_classes(model, "config")
-    module: nn.Module = instantiate(model, _convert_="all")
-    average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
-    states: dict[str, Any] = {"model": module.state_dict(), "average": average}
-    saved = load_checkpoint(checkpoint, states, verify=verify)
-    module.load_state_dict({**saved.states["model"], **saved.states["average"]})
+    trained = TrainedDenoiser.read(run)
+    transformer = load_exported(run / "transformer", dtype=torch.float32)
+    patch = {} if trained.patch_size is None else {"patch_size": tuple(trained.patch_size)}
+    arguments = {"num_classes": trained.num_classes, "num_tokens": trained.num_tokens, **patch}
+    module: nn.Module = getattr(denoisers, trained.denoiser)(transformer, **arguments)
+    own = {f"transformer.{name}": x for name, x in transformer.state_dict().items()}
+    path = run / denoisers.CONDITIONING_FILE
+    try:
+        module.load_state_dict({**load_file(path), **own})
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {' '.join(str(error).split())[:300]}") from None
     return module.eval().requires_grad_(False)
 
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.config import KERNEL_NAMES, ROTATE_METHODS
-from lightning_cp.rules import MLP_TILES, Each, Either, Integer, Number, OneOf, Rule, Text
-from lightning_cp.strategies.settings import setting_rules
+from lightning_cp.rules import MLP_TILES, Each, Either, Integer, Number, OneOf, Rule, Text, rules_of
+from lightning_cp.strategies.settings import StrategySettings
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
@@ -65,7 +65,6 @@ SETTINGS = (
     Setting("checkpoint_async", OneOf((True, False))),
     Setting("keep_checkpoints", Integer(1)),
     Setting("source", Text()),
-    Setting("trust", OneOf((True, False))),
     Setting("cfg", Integer(1)),
     Setting("pipe", Integer(1)),
     Setting("patches", Integer(1)),
@@ -121,7 +120,7 @@ SETTINGS = (
     Setting("model.transformer.rope_max_seq_len", Integer(1)),
     Setting("model.transformer.num_layers", Integer(0)),
     Setting("model.transformer.axes_dims_rope", Each(Integer(2), 3)),
-    *(Setting(f"strategy.{name}", rule) for name, rule in setting_rules().items()),
+    *(Setting(f"strategy.{name}", rule) for name, rule in rules_of(StrategySettings).items()),
     Setting("strategy.convert_to_fp32", OneOf((True, False))),
     Setting("strategy.replicate", Integer(1)),
     Setting("strategy.reshard_after_forward", OneOf((True, False))),

@@ -128,7 +128,6 @@ def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
         f"resume={half}",
         "max_steps=6",
         *settings,
-        "export=true",
         "checkpoint_every=1",
         folder=tmp_path / "sharded",
     )

@@ -1,108 +1,99 @@
-"""Sampling from a run of an untrusted author: its configuration cannot run code."""
+"""Sampling from a run of an untrusted author: its files cannot run code."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
+from diffusers import WanTransformer3DModel
 
-from lightning_cp.app.runs.recipe import check_config
+from lightning_cp.app.denoisers import CONDITIONING_FILE, WanDenoiser, save_conditioning
 from lightning_cp.app.sampling.trained import load_denoiser
-from lightning_cp.app.settings.foreign import check_model_classes
-from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
-from lightning_cp.launch import Machine
+from lightning_cp.app.settings.trained import TrainedDenoiser
 from tests.e2e.recipe import ROOT, started
 
-RECIPE = ROOT / "recipes" / "sample.py"
+SIZE = {"in_channels": 1, "out_channels": 1, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
 
 
-def attacks(ran: Path, script: Path) -> dict[str, dict[str, Any]]:
-    """Model configurations that create the file `ran` when they are built."""
-    script.write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\nf = None\n")
-    touch = ["touch", str(ran)]
-    return {
-        "our own loader of files": {"_target_": "lightning_cp.launch.rank.load_target", "target": f"{script}:f"},
-        "a command": {"_target_": "os.system", "_args_": [" ".join(touch)]},
-        "evaluated": {"_target_": "builtins.eval", "_args_": [f"open({str(ran)!r}, 'w')"]},
-        "a script": {"_target_": "runpy.run_path", "_args_": [str(script)]},
-        "an argument of a listed class": {
-            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
-            "num_classes": {"_target_": "subprocess.check_call", "_args_": [touch]},
-        },
-        "a list in an argument": {
-            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
-            "transformer": [
-                [{"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": [str(ran)]}}]
-            ],
-        },
-        "a method of a listed class": {
-            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
-            "transformer": {
-                "_target_": "operator.methodcaller",
-                "_args_": [{"_target_": "os.open", "_args_": [str(ran), 64]}],
-            },
-        },
-    }
+class Attack:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.ran),)
 
 
-NAMES = list(attacks(Path("/tmp/x"), Path("/dev/null")))
-
-
-def someones_run(folder: Path, model: dict[str, Any]) -> Path:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = check_config(compose("train", overrides=["run_dir=here"]), Machine(cores=2), None).config
-    save_checkpoint(folder / "checkpoints", Checkpoint(3, {"model": {"x": torch.zeros(1)}}, {}))
-    (folder / ".hydra").mkdir()
-    OmegaConf.save({**config, "model": model}, folder / ".hydra" / "resolved.yaml")
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The files of a run that sampling reads."""
+    folder = tmp_path / "run"
+    transformer = WanTransformer3DModel(**SIZE, patch_size=(1, 1, 1), ffn_dim=48, freq_dim=32, text_dim=16)
+    transformer.save_pretrained(folder / "transformer")
+    save_conditioning(WanDenoiser(transformer, num_classes=10, num_tokens=3), folder, writes=True)
+    TrainedDenoiser("WanDenoiser", 10, 3, None, (1, 1, 8, 8), True, 4, 2, 1.0).write(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_whose_configuration_would_run_code_is_not_built(name: str, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    config = OmegaConf.create({"model": attacks(ran, tmp_path / "script.py")[name]})
-    for give in (config, OmegaConf.to_container(config)):
-        with pytest.raises(SettingsError, match="would be called"):
-            check_model_classes(give["model"], "here")  # type: ignore[index]
-    with pytest.raises(SettingsError, match="would be called"):
-        load_denoiser(config, tmp_path)
-    assert not ran.exists()
-    with pytest.raises((InstantiationException, AttributeError)) as caught:  # what was built is no model
-        load_denoiser(config, tmp_path, trust=True)
-    # The attack works where it is allowed. Newer releases of Hydra refuse some of these functions, but not ours.
-    assert ran.exists() or "blocklisted" in str(caught.value)
+def test_the_weights_are_those_of_the_run(run: Path) -> None:
+    module: Any = load_denoiser(run)
+    expected = WanTransformer3DModel.from_pretrained(run / "transformer").state_dict()
+    for name, x in module.transformer.state_dict().items():
+        assert torch.equal(x, expected[name])
+    assert module.class_tokens.table.weight.shape == (11, 3 * 16)
 
 
-def sampled(*overrides: str, folder: Path) -> tuple[int, str]:
-    with started(*overrides, "progress=false", folder=folder, script=RECIPE) as process:
+def a_pickle_for_the_classes(run: Path, ran: Path) -> None:
+    (run / CONDITIONING_FILE).write_bytes(pickle.dumps(Attack(ran)))
+
+
+def a_pickle_for_the_transformer(run: Path, ran: Path) -> None:
+    (file,) = (run / "transformer").glob("*.safetensors")
+    file.unlink()
+    torch.save({"x": Attack(ran)}, file.with_suffix(".bin"))
+
+
+def a_class_with_code(run: Path, ran: Path) -> None:
+    (run / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\nclass Model: pass\n")
+    config = run / "transformer/config.json"
+    changed = {"_class_name": ["evil", "Model"], "auto_map": {"AutoModel": "evil.Model"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+
+
+def a_description_with_code(run: Path, ran: Path) -> None:
+    values = json.loads((run / "denoiser.json").read_text())
+    attack = {"_target_": "os.mkdir", "_args_": [str(ran)]}
+    (run / "denoiser.json").write_text(json.dumps({**values, "patch_size": attack}))
+
+
+@pytest.mark.parametrize(
+    ("attack", "told"),
+    [
+        (a_pickle_for_the_classes, "cannot be used: Error while deserializing header"),
+        (a_pickle_for_the_transformer, "safetensors"),
+        (a_class_with_code, "but WanDenoiser needs another class"),
+        (a_description_with_code, "patch_size={'_target_': 'os.mkdir', "),
+    ],
+)
+def test_a_file_that_would_run_code_is_one_error(run: Path, tmp_path: Path, attack: Any, told: str) -> None:
+    attack(run, tmp_path / "ran")
+    with pytest.raises(ValueError, match=told):
+        load_denoiser(run)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_recipe_refuses_it_in_one_line(run: Path, tmp_path: Path) -> None:
+    a_description_with_code(run, tmp_path / "ran")
+    script = ROOT / "recipes" / "sample.py"
+    with started(f"source={run}", "progress=false", folder=tmp_path / "ours", script=script) as process:
         _, stderr = process.communicate(timeout=150)
-        return process.returncode, stderr
-
-
-@pytest.mark.parametrize("source", ["its folder", pytest.param("last", marks=pytest.mark.full)])
-def test_the_recipe_refuses_it_in_one_line(source: str, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    run = someones_run(tmp_path / "theirs" / "run", attacks(ran, tmp_path / "script.py")["our own loader of files"])
-    given = (f"output_root={run.parent}",) if source == "last" else (f"source={run}",)
-    code, stderr = sampled(*given, folder=tmp_path / "ours")
-    assert code == 2, stderr
+    assert process.returncode == 2, stderr
     (line,) = stderr.splitlines()
-    assert line.startswith(
-        f"error: {run / '.hydra' / 'resolved.yaml'}: model._target_=lightning_cp.launch.rank.load_target"
-    )
-    assert "trust=true" in line
-    assert not ran.exists()
-
-
-@pytest.mark.full
-def test_with_trust_the_recipe_builds_it(tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    run = someones_run(tmp_path / "theirs", attacks(ran, tmp_path / "script.py")["our own loader of files"])
-    sampled(f"source={run}", "trust=true", folder=tmp_path / "ours")
-    assert ran.exists()
+    assert line.startswith(f"error: source={run}: {run}/denoiser.json: patch_size=")
+    assert not (tmp_path / "ran").exists()

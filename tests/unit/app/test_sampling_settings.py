@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.recipe import CheckedRun, check_config
+from lightning_cp.app.runs.recipe import CheckedRun
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.app.settings.trained import TrainedDenoiser
 from lightning_cp.launch import Machine
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -28,16 +26,15 @@ class NoGpu(Machine):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs with a checkpoint each (of pictures, of clips, without settings), pipelines and a list."""
+    """A folder of runs (of clips, of pictures, and one that did not end), pipelines and a list."""
     folder = tmp_path_factory.mktemp("runs")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        trained = check_config(compose("train", overrides=["run_dir=here"]), NoGpu(cores=2), None).config
-    for step, name, frames in ((3, "run", 1), (2, "clips", 8), (1, "bare", None)):
-        save_checkpoint(folder / name / "checkpoints", Checkpoint(step, {"model": {"x": torch.zeros(1)}}, {}))
+    config = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 4}
+    for name, frames in (("bare", None), ("clips", 8), ("run", 1)):
+        (folder / name / "transformer").mkdir(parents=True)
+        (folder / name / "transformer/config.json").write_text(json.dumps(config))
         if frames is not None:
-            (folder / name / ".hydra").mkdir()
-            settings = OmegaConf.merge(trained, {"data": {"frames": frames}})
-            OmegaConf.save(settings, folder / name / ".hydra" / "resolved.yaml")
+            TrainedDenoiser("WanDenoiser", 10, 4, None, (1, frames, 8, 8), True, 10, 8, 2.0).write(folder / name)
+            os.utime(folder / name / "denoiser.json", (frames == 1, frames == 1))
     for name, index in {
         "pipe": {},
         "wan": {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]},
@@ -71,21 +68,19 @@ def check(root: Path, *overrides: str) -> CheckedRun:
 
 
 @pytest.mark.parametrize(
-    ("source", "checkpoint", "pipeline"),
+    ("source", "run", "pipeline"),
     [
-        ("ROOT/run", "run/checkpoints/step_00000003", None),
-        ("ROOT/run/checkpoints/step_00000003", "run/checkpoints/step_00000003", None),
+        ("ROOT/run", "run", None),
+        ("last", "run", None),  # the newest one
         ("ROOT/pipe", None, "pipe"),
         ("someone/something", None, "someone/something"),
     ],
 )
-def test_a_source_is_a_checkpoint_a_folder_or_an_id(
-    root: Path, source: str, checkpoint: str | None, pipeline: str | None
-) -> None:
-    config = check(root, f"source={source}", *([] if checkpoint else ["prompts=a cat"])).config
-    assert config.checkpoint == (checkpoint and str(root / checkpoint))
+def test_a_source_is_a_folder_or_an_id(root: Path, source: str, run: str | None, pipeline: str | None) -> None:
+    config = check(root, f"source={source}", *([] if run else ["prompts=a cat"])).config
+    assert config.run == (run and str(root / run))
     assert (config.pipeline and config.pipeline.removeprefix(f"{root}/")) == pipeline
-    assert (config.trained is None) == (checkpoint is None)
+    assert (config.trained is None) == (run is None)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +104,32 @@ def test_prompts_are_a_list_or_a_file(root: Path, source: str, asked: str, promp
     assert check(root, f"source=ROOT/{source}", f"prompts={asked}").config.prompts == expected
 
 
-def test_last_is_the_newest_checkpoint(root: Path) -> None:
-    for name in ("bare/checkpoints/step_00000001", "clips/checkpoints/step_00000002"):
-        (root / name / "manifest.json").unlink()
-    assert check(root).config.checkpoint == str(root / "run/checkpoints/step_00000003")
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"denoiser": "os.system"}, "denoiser='os.system' must be one of WanDenoiser, FluxDenoiser"),
+        ({"denoiser": {"_target_": "os.system"}}, "denoiser={'_target_': 'os.system'} must be one of"),
+        ({"denoiser": "FluxDenoiser"}, "transformer has a WanTransformer3DModel, but FluxDenoiser needs another class"),
+        ({"_target_": "os.system"}, "must have the keys denoiser, .*, got _target_, denoiser"),
+        ({"num_classes": "ten"}, "num_classes='ten' must be a whole number"),
+        ({"size": [1, 1, 8]}, r"size=\[1, 1, 8\] must be a list of 4"),
+        ({"guidance_scale": float("nan")}, "guidance_scale=nan must be a number"),
+    ],
+    ids=str,
+)
+def test_a_run_of_a_stranger_names_no_code(root: Path, change: dict[str, Any], told: str) -> None:
+    file = root / "run/denoiser.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(SettingsError, match=f"^source={root}/run: .*{told}"):
+        check(root, "source=ROOT/run")
+
+
+def test_damaged_files_of_a_run_are_named(root: Path) -> None:
+    (root / "clips/transformer/config.json").unlink()
+    (root / "run/denoiser.json").write_text("[" * 10**5)
+    for name, told in (("clips", "config.json cannot be read: No such file"), ("run", "JSON is nested too deeply")):
+        with pytest.raises(SettingsError, match=told):
+            check(root, f"source=ROOT/{name}")
 
 
 def test_branches_are_data_groups_to_the_strategy_and_ranks_of_the_world(root: Path) -> None:
@@ -165,14 +182,14 @@ def test_trained_models_are_folders_by_component(root: Path) -> None:
         (["source=ROOT/run", "lora=[last,ROOT/lora]"], "last is listed twice; set its strength in lora_scale"),
         (["source=ROOT/run", "lora=[]"], r"lora=\[\] is not valid: must be last, the path of an adapter, or several"),
         (
-            ["source=ROOT/wan", "prompts=a", "transformer=last", "output_root=ROOT/run"],
+            ["source=ROOT/wan", "prompts=a", "transformer=last", "output_root=ROOT/lora"],
             "transformer=last found no trained",
         ),
         (["source=ROOT/run", "lora=ROOT/pipe"], "pipe has no pytorch_lora_weights.safetensors"),
         (["source=ROOT/run", "transformer=last"], "transformer=last applies to pipelines only"),
         (
-            ["source=ROOT/wan", "prompts=a", "transformer=ROOT/run"],
-            "run has no trained model: it must be last, the folder",
+            ["source=ROOT/wan", "prompts=a", "transformer=ROOT/lora"],
+            "lora has no trained model: it must be last, the folder",
         ),
         (
             ["source=ROOT/wan", "prompts=a", "transformer=ROOT/wan"],
@@ -180,7 +197,7 @@ def test_trained_models_are_folders_by_component(root: Path) -> None:
         ),
         (["source=nowhere"], "source=nowhere does not exist: must be `last`"),
         (["source=ROOT/out"], "source=.*out does not exist"),
-        (["source=ROOT/bare"], r"source=.*bare: .*\.hydra/resolved.yaml is missing"),
+        (["source=ROOT/bare"], r"source=.*bare has no denoiser.json: .* use source=<its pipeline> lora=.*bare or"),
         (["source=ROOT/pipe"], "prompts must be set for a pipeline"),
         (["source=ROOT/pipe", "prompts=a", "precision=bf16-mixed"], "precision=bf16-mixed is not valid for a pipeline"),
         (["source=ROOT/pipe", "prompts=a", "image=none.png"], "image=none.png does not exist"),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from omegaconf import OmegaConf
 
 from lightning_cp import ContextParallelConfig
 from lightning_cp.app.benchmark.patches_quality import samples_in_patches
 from lightning_cp.app.benchmark.trained_digits import TrainedDigits, psnr
 from lightning_cp.app.denoisers import WanDenoiser
+from lightning_cp.app.settings.trained import TrainedDenoiser
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.pipelines import sampling_ranks
 
 
 def _digits() -> TrainedDigits:
     torch.manual_seed(0)
-    config = {"data": {"num_classes": 10}, "sampling": {"num_inference_steps": 2, "guidance_scale": 2.0}}
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
         in_channels=1,
@@ -33,7 +32,7 @@ def _digits() -> TrainedDigits:
     module = WanDenoiser(transformer, num_classes=10, num_tokens=2).eval()
     parallel = ContextParallelConfig()
     return TrainedDigits(
-        OmegaConf.create(config),
+        TrainedDenoiser("WanDenoiser", 10, 2, None, (1, 2, 4, 6), False, 2, 2, 2.0),
         module,
         parallelize(transformer, parallel),
         sampling_ranks(parallel),
