@@ -128,7 +128,7 @@ def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
         raise ValueError(
             f"gpu={name} is not in the table of devices ({', '.join(DEVICES)}) and has no {', '.join(missing)}{others}."
             f" Give its figures, 'gpu={{name: {name}, {', '.join(f'{key}: …' for key in NEEDED)}}}', or measure them "
-            "on the machine: lightning-cp bench calibrate=true writes device.yaml, for gpu=device.yaml"
+            "on the machine: lightning-cp plan calibrate=true writes device.yaml, for gpu=device.yaml"
         )
     if unknown:
         raise ValueError(f"gpu.{unknown[0]} is no figure of a device: use some of {', '.join(sorted(known))}")

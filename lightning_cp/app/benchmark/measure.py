@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +12,9 @@ import torch.distributed as dist
 
 from lightning_cp.app.benchmark.subject import Subject
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
+from lightning_cp.app.timing import Step, max_over_ranks, synchronize, time_in_turn
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh.groups import cuda_backend_is
-
-_WARM_UPS = 2
 
 
 @dataclass
@@ -68,45 +65,37 @@ def measure_subjects(
     Ranks: the whole world, with equal arguments.
     """
     figures_of = {x.name: Figures(work=x.work, imbalance=x.imbalance) for x in subjects}
-    steps: dict[str, Callable[[], object]] = {}
+    steps: dict[str, Step] = {}
     for subject in subjects:
         step, refused = _build(subject, device)
         figures_of[subject.name].refused = refused
         if not refused:
             steps[subject.name] = step
     runnable = [subject for subject in subjects if subject.name in steps]
-    waited: dict[str, list[float]] = {subject.name: [] for subject in runnable}
-    started, count = time.perf_counter(), 0
-    while decide_on_rank_zero(count < repeats or time.perf_counter() - started < seconds):
-        for subject in runnable:
-            before = STATS.waited_s
-            elapsed = _time_step(subject, steps[subject.name], device)
-            figures_of[subject.name].times_s.append(max_over_ranks([elapsed])[0] / subject.steps)
-            waited[subject.name].append((STATS.waited_s - before) / max(elapsed, 1e-9))
-        count += 1
+    times = time_in_turn(steps, device, rounds=repeats, seconds=seconds)
     for subject in runnable:
         figures, exchanges, sent = figures_of[subject.name], STATS.collectives, STATS.sent_bytes
+        figures.times_s = [x.wall_s / subject.steps for x in times[subject.name]]
+        waited = statistics.median(x.waited_s / max(x.wall_s, 1e-9) for x in times[subject.name])
         path = None if traces is None or dist.get_rank() else traces / f"{subject.name.replace(' ', '_')}.json"
         peak, exposed = _trace_step(subject, steps[subject.name], device, path)
         counted = [float(x) for x in (peak, STATS.collectives - exchanges, STATS.sent_bytes - sent)]
-        waiting = statistics.median(waited[subject.name]) if device.type == "cpu" else exposed
-        peak_, exchanges_, sent_, waited_ = max_over_ranks([*counted, waiting])
+        peak_, exchanges_, sent_, exposed_ = max_over_ranks([*counted, exposed])
         figures.peak_bytes = int(peak_)
         if exchanges_:
             figures.exchanges, figures.sent_bytes = int(exchanges_ / subject.steps), int(sent_ / subject.steps)
-            figures.waited = waited_
+            figures.waited = waited if device.type == "cpu" else exposed_
     return figures_of
 
 
-def _build(subject: Subject, device: torch.device) -> tuple[Callable[[], object], str]:
-    """Build a step and warm it up. Returns: the step, and the error of a rank that cannot run it ("" if all can)."""
-    step: Callable[[], object] = lambda: None  # noqa: E731
+def _build(subject: Subject, device: torch.device) -> tuple[Step, str]:
+    """Build a step and run it once. Returns: the step, and the error of a rank that cannot run it ("" if all can)."""
+    step: Step = lambda: None  # noqa: E731
     message = ""
     try:
         if not subject.rank_zero_only or not dist.get_rank():
-            step = subject.build()
-            for _ in range(_WARM_UPS):
-                step()
+            step = _with_threads(subject.build(), subject.threads)
+            step()
     except Exception as error:  # any exception: the step may belong to another library
         message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     messages = gather_objects(message, dist.group.WORLD)
@@ -114,25 +103,21 @@ def _build(subject: Subject, device: torch.device) -> tuple[Callable[[], object]
     return step, next((x for x in messages if x), "")
 
 
-def _time_step(subject: Subject, step: Callable[[], object], device: torch.device) -> float:
-    """Run a step. Returns: seconds on this rank; 0 if this rank does not take part."""
-    dist.barrier()
-    if subject.rank_zero_only and dist.get_rank():
-        return 0.0
-    threads = torch.get_num_threads()
-    if subject.threads:
-        torch.set_num_threads(subject.threads)
-    started = time.perf_counter()
-    step()
-    synchronize(device)
-    elapsed = time.perf_counter() - started
-    torch.set_num_threads(threads)
-    return elapsed
+def _with_threads(step: Step, count: int) -> Step:
+    """Return a step that runs with this number of CPU threads; 0: unchanged."""
+
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            step()
+        finally:
+            torch.set_num_threads(threads)
+
+    return run if count else step
 
 
-def _trace_step(
-    subject: Subject, step: Callable[[], object], device: torch.device, path: Path | None
-) -> tuple[int, float]:
+def _trace_step(subject: Subject, step: Step, device: torch.device, path: Path | None) -> tuple[int, float]:
     """Trace one more step. Returns: peak bytes, and the fraction of the step spent waiting for transfers."""
     dist.barrier()
     if subject.rank_zero_only and dist.get_rank():
@@ -144,31 +129,3 @@ def _trace_step(
     before = torch.cuda.memory_allocated(device)
     trace = read_trace(record_trace(step, path))
     return torch.cuda.max_memory_allocated(device) - before, trace.exposed
-
-
-def low_quartile(times: Sequence[float]) -> float:
-    """Return the time below which a quarter of the times is: those that other load disturbed least."""
-    return sorted(times)[len(times) // 4]
-
-
-def decide_on_rank_zero(proceed: bool) -> bool:
-    """Return rank 0's decision on every rank, so that all ranks stop together."""
-    message = [proceed]
-    dist.broadcast_object_list(message, src=0)
-    return message[0]
-
-
-def max_over_ranks(values: Sequence[float]) -> list[float]:
-    """Return the largest of each value over all ranks. Ranks: the whole world."""
-    largest = torch.tensor(values, dtype=torch.float64)
-    if cuda_backend_is("nccl"):
-        largest = largest.cuda()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    values_: list[float] = largest.tolist()
-    return values_
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

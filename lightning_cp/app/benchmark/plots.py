@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_cp.app.benchmark.report import ResultRow, count_ranks
 from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
+from lightning_cp.app.planning.report import colours
 from lightning_cp.files import writing_new
-
-
-def colours(names: Iterable[str]) -> dict[str, Any]:
-    """Return a different colour for each name (up to 20 names)."""
-    from matplotlib import colormaps
-
-    palette: Any = colormaps["tab20"]
-    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
-    return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}
 
 
 def draw_workload(rows: Sequence[ResultRow], path: Path) -> None:

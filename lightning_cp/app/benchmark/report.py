@@ -247,18 +247,3 @@ def _cells(row: ResultRow) -> list[str]:
 def count_ranks(ranks: int) -> str:
     """Return "1 rank", "2 ranks" and so on."""
     return f"{ranks} rank{'' if ranks == 1 else 's'}"
-
-
-def machine_name() -> str:
-    """Describe the GPUs, or the cores and the CPU."""
-    import os
-    import platform
-
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    info = Path("/proc/cpuinfo")
-    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.is_file() else []
-    name = named[0].split(":", 1)[1].strip() if named else platform.processor()
-    return f"{os.cpu_count()} cores of {name}, torch {torch.__version__}"

@@ -177,21 +177,6 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         sys.exit(1)
 
 
-def calibrate_device(config: DictConfig, folder: Path) -> None:
-    """Measure this machine's rates with the largest number of ranks, and write device.yaml for lightning-cp plan."""
-    with temporary_folder() as scratch:
-        result, settings = folder / "device.yaml", scratch / "settings.yaml"
-        OmegaConf.save({"device": config.device, "result": str(result.absolute())}, settings)
-        target, ranks = "lightning_cp.app.benchmark.calibrate:calibrate", max(config.ranks)
-        job = Job(target, settings, ranks, folder / "logs", threads=1 if config.device == "cpu" else 0)
-        outcome = LocalLauncher(limit_s=config.limit_s).launch(job)
-    if outcome.failure is not None:
-        print(f"error: {outcome.failure.describe()}", file=sys.stderr)
-        sys.exit(outcome.exit_code)
-    print(result.read_text(encoding="utf-8"))
-    print(f"use it with: lightning-cp plan gpu={result} …")
-
-
 def _real_workloads(config: DictConfig) -> list[str]:
     """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
     return [x for x in config.workloads if x not in ONE_PROCESS]
@@ -201,16 +186,14 @@ def _real_workloads(config: DictConfig) -> list[str]:
 def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw_data, draw_workload
-    from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
+    from lightning_cp.app.benchmark.report import markdown_page, tables, terminal_table, write_csv
     from lightning_cp.app.benchmark.sparse_plots import draw_masks
+    from lightning_cp.app.timing import machine_name
 
     problem = check_benchmark(config)
     if problem:
         sys.exit(f"error: {problem}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
-    if config.calibrate:
-        calibrate_device(config, folder)
-        return
     if "stages" in config:
         run_gpu_stages(config, folder)
         return

@@ -1,9 +1,11 @@
 """Plan the degrees of parallelism: which layouts of the ranks fit, how long a step takes, and what bounds it.
 
     lightning-cp plan model=flux_dev ranks=8 gpu=h100
+    lightning-cp plan calibrate=true ranks=2
 
 Runs our own engine on tensors without storage, in one process without a GPU. Writes plan.json and plan.png to the run
-directory. docs/planning.md explains the table, and `--help` lists the settings. Exit code 1 if nothing fits.
+directory. docs/planning.md explains the table, and `--help` lists the settings. Exit code 1 if nothing fits. With
+`calibrate=true` it measures the rates of this machine instead, and writes them to device.yaml, for gpu=….
 """
 
 import sys
@@ -17,8 +19,10 @@ from lightning_cp.app import terminal
 from lightning_cp.app.planning.settings import request_of
 from lightning_cp.app.runs.command import command
 from lightning_cp.app.runs.sweep import in_sweep
+from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import print_error, printable, rich_text
 from lightning_cp.compat.versions import missing_package
+from lightning_cp.launch import Machine
 
 
 def run(config: DictConfig, folder: Path) -> int:
@@ -53,9 +57,30 @@ def run(config: DictConfig, folder: Path) -> int:
     return 0
 
 
+def run_calibration(config: DictConfig, folder: Path) -> int:
+    """Measure this machine's rates, on its GPUs unless gpu=cpu. Returns: the exit code."""
+    from lightning_cp.app.planning.calibrate import calibrate
+
+    name = config.gpu if isinstance(config.gpu, str) else config.gpu.name
+    try:
+        if name not in ("auto", "cpu"):
+            raise SettingsError(f"gpu={name}: calibrate=true measures this machine; use gpu=auto or gpu=cpu")
+        result = calibrate(config.ranks, is_gpu=name == "auto" and Machine.this().gpus > 0, folder=folder)
+    except SettingsError as error:
+        print_error(error)
+        return 2
+    except RuntimeError as error:
+        print_error(error)
+        return 1
+    print(result.read_text(encoding="utf-8"))
+    print(printable(f"use it with: lightning-cp plan gpu={result} …"))
+    return 0
+
+
 @command("plan", "plan")
 def main(config: DictConfig) -> None:
     """Plan, and exit with the code of the result if it is not 0; a multirun goes on where nothing fits."""
-    code = run(config, Path(HydraConfig.get().runtime.output_dir))
+    action = run_calibration if config.calibrate is True else run
+    code = action(config, Path(HydraConfig.get().runtime.output_dir))
     if code and not (code == 1 and in_sweep()):
         sys.exit(code)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from lightning_cp.app.benchmark.plots import colours
 from lightning_cp.app.terminal import rich_text
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.files import writing_new
@@ -74,7 +74,7 @@ def notes(result: SearchResult) -> list[str]:
     if not device.is_calibrated:
         lines.append(
             f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
-            "them. To measure rates: lightning-cp bench calibrate=true"
+            "them. To measure rates: lightning-cp plan calibrate=true ranks=…"
         )
     return lines
 
@@ -174,3 +174,12 @@ def draw(result: SearchResult, path: Path, rows: int) -> None:
     axes[0].invert_yaxis()
     with writing_new(path):
         figure.savefig(path, dpi=110)
+
+
+def colours(names: Iterable[str]) -> dict[str, Any]:
+    """Return a different colour for each name (up to 20 names)."""
+    from matplotlib import colormaps
+
+    palette: Any = colormaps["tab20"]
+    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
+    return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}

@@ -190,7 +190,7 @@ def _stored_figures(file: Path) -> dict[str, Any]:
     """Read the figures of a device. Raises: SettingsError: the file cannot be read, or has none."""
     from lightning_cp.planning.devices import DEVICES, NEEDED
 
-    advice = f"It must hold {', '.join(NEEDED)}, as the device.yaml that lightning-cp bench calibrate=true writes"
+    advice = f"It must hold {', '.join(NEEDED)}, as the device.yaml that lightning-cp plan calibrate=true writes"
     try:
         stored = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:

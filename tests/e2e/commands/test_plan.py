@@ -129,6 +129,7 @@ def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
         pytest.param(["+config.num_layers=many"], "cannot be built with this configuration", marks=pytest.mark.full),
         pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
         pytest.param(["stages=offload"], "stages=offload is for task=sample", marks=pytest.mark.full),
+        (["calibrate=true", "gpu=h100"], "gpu=h100: calibrate=true measures this machine; use gpu=auto or gpu=cpu"),
         pytest.param(["fixed.ring=3"], "no layout of 8 ranks has these degrees", marks=pytest.mark.full),
     ],
 )
@@ -142,14 +143,7 @@ def test_invalid_settings_are_refused_in_one_line(settings: list[str], message: 
 
 @pytest.mark.full
 def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(_ROOT / "recipes" / "bench.py"),
-        "calibrate=true",
-        "ranks=[2]",
-        "hydra.run.dir=rates",
-    ]
-    done = warm.run(command, cwd=tmp_path, timeout=300)
+    done = _plan(tmp_path, "calibrate=true", "ranks=2", "hydra.run.dir=rates", timeout=300)
     assert done.returncode == 0, done.stderr
     planned = _plan(tmp_path, "model=wan_tiny", "gpu=rates/device.yaml", "ranks=2", "hydra.run.dir=run")
     assert planned.returncode == 0, planned.stderr

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import times_in_turn
+from lightning_cp.app.benchmark.gpu.timing import passes_in_turn
 from lightning_cp.app.benchmark.subject import modes, parallel
 from lightning_cp.attention import context_parallel_attention
 from lightning_cp.compat.torch_names import fake_world
@@ -141,7 +141,7 @@ def _times(
     steps: Mapping[Any, list[Callable[[], object]]], settings: DictConfig, device: torch.device
 ) -> dict[Any, list[float]]:
     """Measure seconds of thread CPU time per call."""
-    measured = times_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
+    measured = passes_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
     return {name: [times.host_s for times in each] for name, each in measured.items()}
 
 

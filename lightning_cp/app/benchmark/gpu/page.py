@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from lightning_cp.app.benchmark.gpu.results import ResultTable, StageResult
 from lightning_cp.app.benchmark.plots import draw_workload
-from lightning_cp.app.benchmark.report import ResultRow, machine_name
+from lightning_cp.app.benchmark.report import ResultRow
+from lightning_cp.app.timing import machine_name
 from lightning_cp.files import writing_new
 
 _ABOUT = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
-from lightning_cp.app.benchmark.gpu.timing import times_in_turn
+from lightning_cp.app.benchmark.gpu.timing import passes_in_turn
 from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
 from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.config import ContextParallelConfig
@@ -64,7 +64,7 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
                 steps[name] = passes
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 result.add_row(f"{ranks} ranks", _COLUMNS, [name, f"{error}".strip().split("\n")[0], "", "", ""])
-        times = times_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
+        times = passes_in_turn(steps, rounds=settings.rounds, calls=settings.calls, device=device)
     for name, each in times.items():
         cells = [f"{1e3 * seconds:.1f}" for of_pass in each for seconds in (of_pass.wall_s, of_pass.host_s)]
         result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])

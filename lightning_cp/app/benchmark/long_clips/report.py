@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_cp.app.benchmark.long_clips.activations import ActivationsRow
 from lightning_cp.app.benchmark.long_clips.curve import TRAININGS, ClipRow
-from lightning_cp.app.benchmark.plots import colours
+from lightning_cp.app.planning.report import colours
 from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.plots import colours, draw_workload
+from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.report import count_ranks, markdown_page, rows_of, tables, write_csv
 from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED, UNMASKED
+from lightning_cp.app.planning.report import colours
 
 FOUND = {
     ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
