@@ -15,7 +15,6 @@ from lightning_cp.app.benchmark.gpu.page import write_page
 from lightning_cp.app.benchmark.gpu.results import StageResult, write_results
 from lightning_cp.app.benchmark.plots import draw_data
 from lightning_cp.app.benchmark.report import write_csv
-from lightning_cp.app.benchmark.trained_digits import Panel, draw_panels
 from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
 from lightning_cp.app.runs.outcome import Outcome, Status
 from lightning_cp.app.runs.saved_settings import save_settings
@@ -117,7 +116,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
     "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),
     "plot of a benchmark": ("bench.png", lambda folder: draw_data(_DATA, folder / "bench.png")),
-    "panels": ("p.png", lambda folder: draw_panels([Panel("a", {"b": [1.0]})] * 2, [1.0], "x", folder / "p.png")),
     "results": ("r.json.partial", lambda folder: write_results({"a": StageResult({})}, folder / "r.json")),
     "page": ("gpu.md", lambda folder: write_page({}, [], folder, device="cpu")),
     "new file": ("x", lambda folder: new_file(folder / "x").write_text(TEXT)),

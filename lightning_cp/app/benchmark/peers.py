@@ -1,9 +1,8 @@
-"""Context parallelism of other libraries, called as documented, if they are installed and run here."""
+"""Context parallelism of diffusers, called as documented, and a naive baseline."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,21 +46,18 @@ class _Gathered(torch.autograd.Function):
         return local
 
 
-def attentions(device: torch.device) -> dict[str, Callable[[Sequence[int]], Attend]]:
-    """Return builders by name: lengths of all ranks -> attention of local q, k, v [b, s, h, d]."""
+def attentions(device: torch.device) -> dict[str, Callable[[], Attend]]:
+    """Return functions by name that build the attention of local q, k, v [b, s, h, d]."""
     world = dist.get_world_size()
     kernel_note = " (kernel given)" if device.type == "cpu" else ""
-    builders: dict[str, Callable[[Sequence[int]], Attend]] = {
-        "diffusers Ulysses": lambda _: _unmodified(device, ring=1, ulysses=world),
-        f"diffusers ring{kernel_note}": lambda _: diffusers_attention(device, ring=world, ulysses=1),
+    builders: dict[str, Callable[[], Attend]] = {
+        "diffusers Ulysses": lambda: _unmodified(device, ring=1, ulysses=world),
+        f"diffusers ring{kernel_note}": lambda: diffusers_attention(device, ring=world, ulysses=1),
     }
     if kernel_note:
-        builders[f"diffusers Ulysses{kernel_note}"] = lambda _: diffusers_attention(device, ring=1, ulysses=world)
+        builders[f"diffusers Ulysses{kernel_note}"] = lambda: diffusers_attention(device, ring=1, ulysses=world)
     if world >= 4 and world % 2 == 0:
-        builders[f"diffusers unified{kernel_note}"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
-    if importlib.util.find_spec("yunchang") is not None:
-        builders["yunchang Ulysses"] = lambda _: _yunchang(device, ring=1, ulysses=world)
-        builders["yunchang ring"] = lambda _: _yunchang(device, ring=world, ulysses=1)
+        builders[f"diffusers unified{kernel_note}"] = lambda: diffusers_attention(device, ring=2, ulysses=world // 2)
     return builders
 
 
@@ -185,19 +181,3 @@ def _diffusers_config(device: torch.device, *, ring: int, ulysses: int, **settin
     mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
     return config
-
-
-def _yunchang(device: torch.device, *, ring: int, ulysses: int) -> Attend:
-    """Return yunchang's attention; on CPU only its "math" kernel exists."""
-    from yunchang import LongContextAttention, set_seq_parallel_pg
-    from yunchang.kernels import AttnType
-
-    set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
-    kernel = AttnType.TORCH_MATH if device.type == "cpu" else AttnType.TORCH_CUDNN
-    module = LongContextAttention(ring_impl_type="basic", attn_type=kernel)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = module(q, k, v)
-        return out
-
-    return attend

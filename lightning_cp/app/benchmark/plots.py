@@ -131,4 +131,4 @@ def _draw_bars(axes: Any, curves: _Curves, palette: Mapping[str, Any]) -> str:
 def _line_of(subject: str) -> str:
     if subject in (QUERIES_CALL, HEADS_CALL):
         return "--"
-    return ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"
+    return ":" if subject.startswith(("diffusers", "gathered")) else "-"

@@ -48,14 +48,14 @@ _PATCHES, _STEPS = (4, 8), 8
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
     """List the subjects for forward and backward of attention: q, k, v [batch, length, heads, head_dim]."""
-    sizes, own_tokens = shards(length)
+    _, own_tokens = shards(length)
     step_of = functools.partial(attention_step, config, length, device)
 
     def sharded(x: Tensor) -> Tensor:
         return x[:, own_tokens]
 
-    def peer(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
-        return step_of(build(sizes), sharded)
+    def peer(build: Callable[[], Attend]) -> Callable[[], object]:
+        return step_of(build(), sharded)
 
     subjects = one_process_subjects(lambda: step_of(_plain_attention), device)
     subjects += _calls(step_of, config.heads, length) + _own_modes(step_of, length)

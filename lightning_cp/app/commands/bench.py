@@ -29,7 +29,7 @@ from lightning_cp.files import writing_new
 from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.rendezvous import init_process_group
 
-WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "sparse", "data")
+WORKLOADS = ("attention", "one_rank", "training", "sampling", "sparse", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")
 ONE_PROCESS = ("one_rank", "data")
 DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
@@ -48,7 +48,6 @@ def measure_all(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.measure import measure_subjects
     from lightning_cp.app.benchmark.report import rows_of
     from lightning_cp.app.benchmark.sparse import sparse
-    from lightning_cp.app.benchmark.unequal import shares
 
     warnings.filterwarnings("ignore")  # from other packages
     diffusers.logging.set_verbosity_error()
@@ -72,7 +71,7 @@ def measure_all(config: DictConfig) -> None:
         Path(config.result).write_text(json.dumps(rows) + "\n", encoding="utf-8")
     sets: list[tuple[str, int, Callable[[], Any]]] = []
     for name in (x for x in WORKLOADS if x in config.workloads and x != "data"):
-        work: Any = {"shares": shares, "sparse": sparse}.get(name) or getattr(workloads, name)
+        work: Any = sparse if name == "sparse" else getattr(workloads, name)
         if name in ATTENTION_WORKLOADS:
             sets += [(name, n, partial(work, config.attention, n, device)) for n in config.attention.lengths]
         else:
@@ -187,7 +186,6 @@ def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw_data, draw_workload
     from lightning_cp.app.benchmark.report import markdown_page, tables, terminal_table, write_csv
-    from lightning_cp.app.benchmark.sparse_plots import draw_masks
     from lightning_cp.app.timing import machine_name
 
     problem = check_benchmark(config)
@@ -230,13 +228,12 @@ def main(config: DictConfig) -> None:
             for title, cells in tables(rows_of_set):
                 console.print(terminal_table(title, cells))
     write_csv(rows, folder / "bench.csv")
-    drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]
-    plots: dict[str, Callable[..., None]] = {
-        "data": draw_data,
-        "sparse": lambda _, path: draw_masks(config.sparse, path),
-    }
+    drawn = [
+        folder / f"bench_{name}.png"
+        for name in dict.fromkeys(row["workload"] for row in rows if row["workload"] != "sparse")
+    ]
     for path in drawn:
-        plot = plots.get(path.stem.removeprefix("bench_"), draw_workload)
+        plot = draw_data if path.stem == "bench_data" else draw_workload
         plot([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
     if config.page is not None:
         page = Path(config.page)

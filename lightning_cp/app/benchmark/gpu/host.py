@@ -66,7 +66,7 @@ def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> N
             for name, mode in modes(ranks).items()
         }
         steps = {name: steps_of(attend) for name, attend in subjects.items()}
-        steps[_PEER] = steps_of(peers.attentions(device)[_PEER](lengths))
+        steps[_PEER] = steps_of(peers.attentions(device)[_PEER]())
         times_by_mode = _times(steps, settings, device)
     _add_rows(f"One attention call, {ranks} ranks", times_by_mode, result)
     for name, times in times_by_mode.items():
