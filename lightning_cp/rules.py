@@ -120,19 +120,20 @@ class Either(Rule):
 
 @dataclass(frozen=True)
 class Each(Rule):
-    """A list of `count` values that all pass the rule."""
+    """A list of `count` values that all pass the rule; None: of one or more."""
 
     rule: Rule
-    count: int
+    count: int | None = None
 
     @override
     def passes(self, value: Any) -> bool:
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return is_list and len(value) == self.count and all(self.rule.passes(x) for x in value)
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            return False
+        return self.count in (None, len(value)) and all(self.rule.passes(x) for x in value)
 
     @override
     def describe(self) -> str:
-        return f"a list of {self.count}, each {self.rule.describe()}"
+        return f"a list of {self.count or 'one or more'}, each {self.rule.describe()}"
 
 
 def ruled(default: Any, rule: Rule) -> Any:

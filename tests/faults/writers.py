@@ -24,9 +24,7 @@ from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_cu
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
 from lightning_cp.files import new_file, writing_new
-from lightning_cp.finetune.latent_cache.index import write_json
-from lightning_cp.finetune.latent_cache.locks import FolderLock
-from lightning_cp.finetune.latent_cache.shards import write_shard
+from lightning_cp.finetune.latent_cache.store import write_file, write_tensors
 from lightning_cp.finetune.precompute.run import _complete
 from lightning_cp.finetune.precompute.settings import Precomputed
 from lightning_cp.media import Skipped
@@ -66,22 +64,9 @@ def _folder(path: Path) -> None:
         (scratch / path.name).write_text(TEXT)
 
 
-def _shard(folder: Path) -> None:
-    write_shard(folder / "s.safetensors", {"a": {"x": torch.ones(2)}}, cache_id="c")
-
-
-def _owner(folder: Path) -> None:
-    lock = FolderLock(folder)
-    try:
-        lock.write_owner({"rows": {}})
-        (folder / ".owner.json").rename(folder / "owner.json")
-    finally:
-        lock.release()
-
-
 def _skips(folder: Path) -> None:
     result = Precomputed(2, 1, 0, 1, (Skipped(Path("a.png"), "is damaged"),))
-    _complete(SimpleNamespace(finish=list), folder, result)  # type: ignore[arg-type]
+    _complete(folder, SimpleNamespace(finish=list), [], result)  # type: ignore[arg-type]
 
 
 def _written(path: Path) -> None:
@@ -90,14 +75,14 @@ def _written(path: Path) -> None:
 
 
 _DATA: Any = [{"samples_per_s": 3.0, "waited": 0.5, "subject": "a"}]
+_ONES = {"x": torch.ones(2)}
 _SEEN = np.arange(48, dtype=np.uint8)
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "atomic file": ("a.json.partial", lambda folder: write_atomically(folder / "a.json")),
     "its target": ("a.json", lambda folder: write_atomically(folder / "a.json")),
     "atomic folder": ("model.partial", lambda folder: _folder(folder / "a")),
-    "index": (".tmp-index.json", lambda folder: write_json(folder / "index.json", {"a": TEXT})),
-    "owner": (".tmp.owner.json", _owner),
-    "shard": (".tmp-s.safetensors", _shard),
+    "index of a cache": ("index.json", lambda folder: write_file(folder, "index.json", TEXT.encode())),
+    "sample of a cache": ("a/b.safetensors", lambda folder: write_tensors(folder, "a/b.safetensors", _ONES, {})),
     "skipped": ("skipped.jsonl", _skips),
     "sheet": ("a.png", lambda folder: write_png(torch.zeros(4, 4, 3, dtype=torch.uint8), folder / "a.png")),
     "picture": ("b.png", lambda folder: write_sample(_SEEN.reshape(4, 4, 3), folder / "b", format="png")),

@@ -14,7 +14,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from lightning_cp.app.benchmark.data_made import captions, make_cache, make_pipeline, media_size, new_cache, write_media
+from lightning_cp.app.benchmark.data_made import (
+    captions,
+    make_cache,
+    make_pipeline,
+    media_size,
+    new_writer,
+    write_media,
+)
 from lightning_cp.app.benchmark.data_rows import DataFigures
 from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.data import bucket_loader
@@ -116,7 +123,7 @@ def _media(
         with components_on(pipe, family.components.media, device):
             while True:
                 with _new_writer(family) as writer:
-                    loader = Loader({None: [size]}, writer.done_ids())
+                    loader = Loader({None: [size]}, writer)
                     clock.start()
                     _, skipped = encode_sources(
                         pipe,
@@ -151,9 +158,7 @@ def _captions(config: DictConfig, device: torch.device, pipe: Any, family: Famil
 def _new_writer(family: Family) -> Generator[CacheWriter, None, None]:
     """Open a writer of a new cache, which is deleted afterwards."""
     with temporary_folder() as scratch:
-        folder = scratch / "cache"
-        with new_cache(folder, family), CacheWriter(folder) as writer:
-            yield writer
+        yield new_writer(scratch / "cache", family)
 
 
 class _Clock:

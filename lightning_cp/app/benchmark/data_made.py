@@ -20,7 +20,6 @@ from lightning_cp.finetune.latent_cache import (
     CacheWriter,
     LatentCache,
     MediaRow,
-    PreparedCache,
     caption_hash,
     prepare_cache,
 )
@@ -124,9 +123,10 @@ def _frames(count: int, height: int, width: int, *, seed: int) -> list[NDArray[n
     return frames
 
 
-def new_cache(folder: Path, family: Family) -> PreparedCache:
-    """Prepare an empty cache of a family. Its fingerprint says that it is no data set."""
-    return prepare_cache(folder, CacheIndex(family.name, family.facts, {"source": "benchmark"}))
+def new_writer(folder: Path, family: Family) -> CacheWriter:
+    """Begin a cache of a family. Its fingerprint says that it is no data set."""
+    prepare_cache(folder, CacheIndex(family.name, family.facts, {"source": "benchmark"}))
+    return CacheWriter(folder)
 
 
 def make_cache(folder: Path, config: DictConfig, family: Family) -> LatentCache:
@@ -135,23 +135,22 @@ def make_cache(folder: Path, config: DictConfig, family: Family) -> LatentCache:
     _, positions, width = config.inputs.encoder_hidden_states
     size, generator = media_size(config), torch.Generator().manual_seed(0)
     tokens = family.grid.tokens(shape)
-    with new_cache(folder, family) as prepared, CacheWriter(folder) as writer:
-        texts = ["", *captions(config.data.samples, positions)]
-        for caption in texts:
-            length = min(len(caption) + 1, positions)
-            writer.add_text(caption, {"prompt_embeds": torch.randn(length, width, generator=generator).bfloat16()})
-        for number, caption in enumerate(texts[1:]):
-            row = MediaRow(
-                id=f"{number:06d}",
-                source=f"{number:06d}.mp4",
-                source_hash="0",
-                frames=size.frames,
-                height=size.height,
-                width=size.width,
-                tokens=tokens,
-                captions=(caption_hash(caption),),
-            )
-            writer.add_media(row, {"latents": torch.randn(shape, generator=generator)})
-        writer.close()
-        prepared.finish()
+    writer = new_writer(folder, family)
+    texts = ["", *captions(config.data.samples, positions)]
+    for caption in texts:
+        length = min(len(caption) + 1, positions)
+        writer.add_text(caption, {"prompt_embeds": torch.randn(length, width, generator=generator).bfloat16()})
+    for number, caption in enumerate(texts[1:]):
+        row = MediaRow(
+            id=f"{number:06d}",
+            source=f"{number:06d}.mp4",
+            source_hash="0",
+            frames=size.frames,
+            height=size.height,
+            width=size.width,
+            tokens=tokens,
+            captions=(caption_hash(caption),),
+        )
+        writer.add_media(row, {"latents": torch.randn(shape, generator=generator)})
+    writer.finish()
     return LatentCache(folder)

@@ -43,7 +43,6 @@ def encode(config: DictConfig) -> None:
     settings = PrecomputeSettings(
         captions=config.data.captions,
         workers=config.num_workers,
-        shard_bytes=chosen.pop("shard_mb") * 1_000_000,
         dtype=getattr(torch, chosen.pop("dtype")),
         vae_dtype=getattr(torch, chosen.pop("vae_dtype")),
         **chosen,

@@ -31,7 +31,6 @@ _SETTINGS = (
     Setting("precompute.text_batch", Integer(1)),
     Setting("precompute.tiling", OneOf((True, False))),
     Setting("precompute.vae_ranks", Integer(1)),
-    Setting("precompute.shard_mb", Integer(1)),
     Setting("precompute.on_bad", OneOf(("skip", "error"))),
     Setting("precompute.image_noise", OneOf((True, False))),
     Setting("precompute.sheet", Integer(0)),

@@ -152,9 +152,11 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
 
 
 def _forget_encoded(config: DictConfig) -> None:
-    """Delete the mark of an earlier run in this folder that its media are encoded: the ranks wait for a new one."""
+    """Rename the mark of an earlier run in this folder that its media are encoded: the ranks wait for a new one."""
     if OmegaConf.select(config, "data.kind") == "folder":
-        (Path(config.run_dir) / "latents" / "complete.json").unlink(missing_ok=True)
+        mark = Path(config.run_dir) / "latents" / "contents.json"
+        if mark.exists():
+            mark.rename(mark.with_name("previous.json"))
 
 
 def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:

@@ -4,8 +4,9 @@ Imports neither torch nor diffusers.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,13 +24,9 @@ from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.compat.versions import fsdp_refuses_bytes
-from lightning_cp.files import read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
-_TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
-_UNUSED = re.compile(rb'"repeats": *0\b')  # in a row of a sample that is no longer in the data
-_VALIDATION = re.compile(rb'"use": *"validation"')  # in a row of a sample of the validation set
 _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
@@ -91,20 +88,20 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     _check_compile(config)
     check_prompts(config)
     check_transformers(config)
-    samples = _check_data(config)
+    rows = _check_data(config)
     check_cache(config)
-    _check_tokens(config)
-    _check_validation(config)
+    _check_tokens(config, rows)
+    _check_validation(config, rows)
     held_out = read(config, "data.validation")
-    if samples is not None and held_out >= samples:
-        raise SettingsError(f"data.validation={held_out} must be less than {samples}, the number of samples")
+    if rows and held_out >= len(rows):
+        raise SettingsError(f"data.validation={held_out} must be less than {len(rows)}, the number of samples")
     check_mixture(config, data_parallel=data_parallel)
 
 
-def _check_validation(config: DictConfig) -> None:
+def _check_validation(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None:
     every, held_out = read(config, "validation.every"), read(config, "data.validation")
     if read(config, "data.kind") == "latents":
-        has_own = any(_VALIDATION.search(line) for line in _rows(config))
+        has_own = any(row.get("use") == "validation" for row in rows)
     else:
         has_own = any(folder.get("use") == "validation" for folder in data_folders(config))
     if has_own and held_out:
@@ -228,12 +225,12 @@ def _check_offload(config: DictConfig) -> None:
             raise SettingsError(f"model.offload=true does not work with {setting}: {reason}")
 
 
-def _check_data(config: DictConfig) -> int | None:
-    """Check the data's path. Returns: number of samples of a cache."""
+def _check_data(config: DictConfig) -> Sequence[Mapping[str, Any]]:
+    """Check the data's path. Returns: the rows of a cache's samples; none for a folder."""
     if read(config, "data.kind") != "latents":
         data_folders(config)
         _check_encoding(config)
-        return None
+        return ()
     Setting("data.path", Text()).check(config)
     path = Path(read(config, "data.path"))
     if not path.exists():
@@ -242,30 +239,23 @@ def _check_data(config: DictConfig) -> int | None:
         raise SettingsError(
             f"data.path={path} is no latent cache: make one with lightning-cp precompute, or use data=folder for media"
         )
-    if not (path / "complete.json").is_file():
+    if not (path / "contents.json").exists():
         raise SettingsError(f"data.path={path} is not complete: run lightning-cp precompute again to continue it")
-    samples = read_file(path / "complete.json", "data.path").get("samples")
-    return samples if isinstance(samples, int) else None
+    rows = read_file(path / "contents.json", "data.path").get("media")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and type(row.get("tokens")) is int for row in rows):
+        raise SettingsError(f"data.path: {path / 'contents.json'} is damaged: run lightning-cp precompute again")
+    return rows
 
 
-def _check_tokens(config: DictConfig) -> None:
+def _check_tokens(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None:
     """Check that each rank of a context group gets tokens of every sample of a cache."""
     ring, ulysses = read(config, "ring"), read(config, "ulysses")
-    if ring * ulysses == 1 or read(config, "data.kind") != "latents":
-        return
-    counts = (int(x) for line in _rows(config) for x in _TOKENS.findall(line))
-    fewest = min(counts, default=ring * ulysses)
+    fewest = min((row["tokens"] for row in rows), default=ring * ulysses)
     if fewest < ring * ulysses:
         raise SettingsError(
             f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of "
             f"{read(config, 'data.path')} has {fewest} tokens: the product must be at most {fewest}"
         )
-
-
-def _rows(config: DictConfig) -> Iterator[bytes]:
-    """Yield the rows of a cache, as text, without those of samples that are no longer in the data."""
-    for file in Path(read(config, "data.path")).glob("rows-*-media.jsonl"):
-        yield from (line for line in read_regular(file).split(b"\n") if not _UNUSED.search(line))
 
 
 def _check_encoding(config: DictConfig) -> None:

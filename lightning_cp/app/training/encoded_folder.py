@@ -43,7 +43,7 @@ def encoded_folder(config: DictConfig) -> Path:
     rank, run_folder = _rank_and_folder(config.run_dir)
     folder = run_folder / "latents"
     if rank:
-        while not (folder / "complete.json").is_file():
+        while not (folder / "contents.json").is_file():
             time.sleep(_POLL_S)
         return folder
     from lightning_cp.finetune.media import DataFolder

@@ -1,32 +1,105 @@
-"""Read a complete cache."""
+"""Write samples and texts to a cache, and read a complete cache."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.errors import CacheError
 from lightning_cp.finetune.families import Family, Sample, load_family
-from lightning_cp.finetune.latent_cache.contents import check_contents, read_contents, rows_files
-from lightning_cp.finetune.latent_cache.index import read_complete, read_index
-from lightning_cp.finetune.latent_cache.locks import owner_text
-from lightning_cp.finetune.latent_cache.rows import MediaRow, Row, ShardRow, TextRow, read_rows
-from lightning_cp.finetune.latent_cache.shards import again, check_size, open_shard
+from lightning_cp.finetune.latent_cache.index import read_index
+from lightning_cp.finetune.latent_cache.rows import CONTENTS, Contents, MediaRow, Row, TextRow, caption_hash, checked
+from lightning_cp.finetune.latent_cache.store import read_facts, read_tensors, stored_copies, write_tensors
 
-_MOST_OPEN = 128  # shards that a process keeps mapped
+RowT = TypeVar("RowT", MediaRow, TextRow)
+
+
+class CacheWriter:
+    """Write samples and texts to a cache, after `prepare_cache`. Any number of processes may do so at the same time.
+
+    Each sample and each text is one file, on disk when `add_media` or `add_text` returns: a killed run loses only what
+    it was encoding. What is stored already is taken over by `take_media` and `take_text`.
+
+    Args: folder: the cache.
+    Attributes: rows: what this writer added and took over.
+    Raises: CacheError: the cache is not prepared.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        self.rows: list[Row] = []
+        self._index = read_index(self.folder)
+
+    def take_media(self, fields: Mapping[str, Any]) -> bool:
+        """Take over a stored sample. Returns: False if it is not stored, or was made from other contents.
+
+        Args: fields: `id`, `source_hash`, and the fields of `MediaRow` that have changed since.
+        """
+        return self._take(MediaRow, fields, "media", fields["id"], fields["source_hash"])
+
+    def take_text(self, caption: str, media_id: str | None = None) -> bool:
+        """Take over a stored text, see `add_text`. Returns: False if it is not stored."""
+        return self._take(TextRow, {}, "text", caption_hash(caption, media_id))
+
+    def add_media(self, row: MediaRow, tensors: Sample) -> None:
+        """Write a sample. Args: tensors: the media tensors, without a batch dim.
+
+        Raises: CacheError: a value is not valid. OSError: the disk is full.
+        """
+        self._add(row, tensors, f"the sample {ascii(row.id)[:100]}")
+
+    def add_text(self, caption: str, tensors: Sample, *, media_id: str | None = None) -> str:
+        """Write the text tensors of a caption. Returns: the caption's hash.
+
+        Args:
+            tensors: [length, dim] or [dim].
+            media_id: name of the media, if the text encoder also sees the media.
+        Raises: CacheError: a value is not valid. OSError: the disk is full.
+        """
+        self._add(TextRow(caption, media_id), tensors, f"the text of {ascii(caption)[:100]}")
+        return caption_hash(caption, media_id)
+
+    def finish(self, rows: Iterable[Row] | None = None) -> None:
+        """Complete the cache. Args: rows: `rows` of the writers of all ranks; None: of this writer.
+
+        Raises: CacheError: a caption of a sample has no text, or a sample was added twice. OSError: the disk is full.
+        """
+        try:
+            contents = Contents.of(self.rows if rows is None else rows, self._index.empty_caption)
+        except CacheError as error:
+            raise CacheError(f"{self.folder} cannot be completed: {error}") from None
+        contents.write(self.folder, self._index.hash)
+
+    def _take(self, kind: type[RowT], fields: Mapping[str, Any], *made_from: str) -> bool:
+        facts = read_facts(self.folder, self._index.file(*made_from))
+        with suppress(CacheError):
+            self.rows.append(checked(kind, {**facts, **fields} if isinstance(facts, dict) else None))
+            return True
+        return False
+
+    def _add(self, row: Row, tensors: Sample, what: str) -> None:
+        copies = stored_copies(tensors, what)
+        layout = {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in copies.items()}
+        row = replace(row, tensors=layout)
+        try:
+            facts = json.loads(json.dumps(asdict(row)))
+            checked(type(row), facts)
+        except (TypeError, ValueError) as error:  # TypeError: a value that JSON does not have
+            raise CacheError(f"{what} cannot be stored: {error}") from error
+        write_tensors(self.folder, self._index.file(*row.made_from), copies, facts)
+        self.rows.append(row)
 
 
 class LatentCache:
-    """Random access to the samples of a complete cache, through memory maps.
+    """Random access to the samples of a complete cache.
 
-    Opening reads all rows and the headers of all shards, no tensors. Samples are ordered by id. The cache can be used
-    in DataLoader workers, forked or spawned: each process opens its own maps. Returned tensors are copies.
+    Opening reads the list of samples, and no tensors. Samples are ordered by id. DataLoader workers, forked or spawned,
+    can use the cache. Tensors are compared with their checksums when they are read.
 
     Args: folder: the cache.
     Raises: CacheError: it is missing, unfinished or damaged; the message names the file.
@@ -35,17 +108,16 @@ class LatentCache:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
         self.index = read_index(self.folder)
-        counts = read_complete(self.folder, self.index.cache_id)
-        if counts is None:
-            raise CacheError(_unfinished(self.folder, self.index.planned_samples))
-        self._contents = read_contents(self.folder, self.index.cache_id)
-        if self._contents.counts != counts:
+        if not (self.folder / CONTENTS).exists():
+            samples, texts = (len(list(self.folder.glob(f"{kind}/*/*.safetensors"))) for kind in ("media", "text"))
             raise CacheError(
-                f"{self.folder} was changed after it was complete: its rows files list {self._contents.counts}, "
-                f"complete.json {counts}. Run precompute again to repair it"
+                f"{self.folder} is not complete: it has {samples} samples and {texts} texts. Run precompute again to "
+                "continue"
             )
-        self._names = check_contents(self.folder, self._contents, self.index)
-        self._maps = _Maps()
+        self._contents = Contents.read(self.folder, self.index.hash, self.index.empty_caption)
+        missing = self._files() - _present(self.folder, self._files())
+        if missing:
+            raise CacheError(f"{self.folder / min(missing)} is missing. Run precompute again, which encodes it again")
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -64,22 +136,18 @@ class LatentCache:
     def sample(self, i: int, caption: int = 0) -> Sample:
         """Return the tensors of a sample, media and text. Args: caption: which of the row's captions.
 
-        Raises: IndexError: there is no such sample or caption. CacheError: the shard was changed since it was opened.
+        Raises: IndexError: there is no such sample or caption. CacheError: a file is damaged.
         """
         row = self._contents.media[i]
         return {**self._tensors(row), **self.text(row.captions[caption])}
 
     def text(self, hash: str) -> Sample:
-        """Return the text tensors of a caption. Raises: CacheError: there is no such text."""
-        if hash not in self._contents.texts:
-            raise CacheError(f"{self.folder} has no text {ascii(hash)[:80]}")
-        return self._tensors(self._contents.texts[hash])
+        """Return the text tensors of a caption. Raises: CacheError: there is no such text, or its file is damaged."""
+        return self._tensors(self._text(hash))
 
     def caption(self, hash: str) -> str:
         """Return the caption with a hash. Raises: CacheError: there is no such text."""
-        if hash not in self._contents.texts:
-            raise CacheError(f"{self.folder} has no text {ascii(hash)[:80]}")
-        return self._contents.texts[hash].caption
+        return self._text(hash).caption
 
     @property
     def empty_text(self) -> Sample | None:
@@ -91,57 +159,27 @@ class LatentCache:
         return load_family(self.index.family, self.index.facts)
 
     def verify(self) -> None:
-        """Read all shards and compare their checksums. Raises: CacheError: a shard was changed."""
-        for name, shard in sorted(self._contents.shards.items()):
-            path = self.folder / name
-            check_size(path, shard)
-            crc32 = FileEntry.of(path).crc32
-            if crc32 != shard.crc32:
-                raise CacheError(
-                    f"{path} is damaged: its CRC-32 is {crc32}, but {shard.crc32} was written. {again(path)}"
-                )
+        """Read all files and compare their checksums. Raises: CacheError: a file was changed."""
+        for name in sorted(self._files()):
+            read_tensors(self.folder, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": _Maps()}
+    def _text(self, hash: str) -> TextRow:
+        if hash not in self._contents.texts:
+            raise CacheError(f"{self.folder} has no text {ascii(hash)[:80]}")
+        return self._contents.texts[hash]
 
     def _tensors(self, row: Row) -> Sample:
-        path, shard = self.folder / row.shard, self._contents.shards[row.shard]
-        check_size(path, shard)
-        opened = self._maps.open(path, shard)
-        try:
-            # a copy: the map's own tensors share memory between all reads
-            return {name: torch.clone(opened.get_tensor(f"{row.key}/{name}")) for name in self._names[type(row)]}
-        except Exception as error:
-            raise CacheError(f"{path} is damaged: {error}. {again(path)}") from error
+        return read_tensors(self.folder, self.index.file(*row.made_from))
+
+    def _files(self) -> set[str]:
+        rows: list[Row] = [*self._contents.media, *self._contents.texts.values()]
+        return {self.index.file(*row.made_from) for row in rows}
 
 
-class _Maps:
-    """The shards that this process has mapped, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._process, self._opened = os.getpid(), OrderedDict[str, Any]()
-
-    def open(self, path: Path, shard: ShardRow) -> Any:
-        """Return the `safe_open` object of a shard. Raises: CacheError: it was changed."""
-        if self._process != os.getpid():  # a forked DataLoader worker
-            self._process, self._opened = os.getpid(), OrderedDict()
-        if path.name not in self._opened:
-            self._opened[path.name] = open_shard(path, shard)
-        self._opened.move_to_end(path.name)
-        if len(self._opened) > _MOST_OPEN:
-            self._opened.popitem(last=False)
-        return self._opened[path.name]
-
-
-def _unfinished(folder: Path, planned: int | None) -> str:
-    """Describe how far an unfinished cache got, and what to do."""
-    rows = [row for path in rows_files(folder) for row in read_rows(path).rows]
-    texts = sum(isinstance(row, TextRow) for row in rows)
-    samples = sum(isinstance(row, MediaRow) and row.repeats > 0 for row in rows)
-    of = "" if planned is None else f" of {planned}"
-    owner = owner_text(folder)
-    writing = f"; {owner} writes it, or was killed" if owner else ""
-    return (
-        f"{folder} is not complete: it has {samples}{of} samples and {texts} texts{writing}. Run precompute "
-        "again to continue"
-    )
+def _present(folder: Path, files: set[str]) -> set[str]:
+    """Return the files that are there. Folders are listed: to look for each file is slow on a network."""
+    there = set[str]()
+    for parent in {file.rpartition("/")[0] for file in files}:
+        with suppress(OSError):
+            there.update(f"{parent}/{name}" for name in os.listdir(folder / parent))
+    return files & there

@@ -1,27 +1,34 @@
-"""Read and write `index.json`, which says what a cache is, and `complete.json`, which says that it is complete."""
+"""Describe how a cache was made, in `index.json`; begin a cache, or continue one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
-import uuid
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_cp.checkpoint.folder import flush
 from lightning_cp.compat.versions import installed_version
-from lightning_cp.errors import CacheError
-from lightning_cp.files import read_regular, writing_new
+from lightning_cp.errors import CacheError, StaleCacheError
+from lightning_cp.files import read_json
 from lightning_cp.finetune.families import Facts
-from lightning_cp.finetune.latent_cache.row_checks import Checks, DamagedError, check_fields, parse
-from lightning_cp.finetune.latent_cache.rows import caption_hash
+from lightning_cp.finetune.latent_cache.fingerprint import check_fresh
+from lightning_cp.finetune.latent_cache.rows import CONTENTS, PREVIOUS, Kind, caption_hash, checked
+from lightning_cp.finetune.latent_cache.store import TEMPORARY, remove_abandoned, write_file
+from lightning_cp.rules import Either, OneOf, Text
 
-FORMAT = 2
-INDEX, COMPLETE = "index.json", "complete.json"
+FORMAT, INDEX = 3, "index.json"
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "safetensors")
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {package: installed_version(package) for package in _PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -35,129 +42,102 @@ class CacheIndex:
         settings: plain settings of the run that made the cache, for information.
         empty_caption: hash of the caption that replaces dropped captions; None if texts depend on the media, and
             captions cannot be dropped.
-        planned_samples: number of samples that the run will store, for messages about an unfinished cache; None if
-            unknown.
-        cache_id: random name, also in every shard and rows file; kept when a run continues.
         versions: versions of Python and packages that began the cache; kept when a run continues.
     """
 
-    family: str
-    facts: Facts
-    fingerprint: Mapping[str, str]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    empty_caption: str | None = field(default_factory=lambda: caption_hash(""))
-    planned_samples: int | None = None
-    cache_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    versions: Mapping[str, str] = field(
-        default_factory=lambda: (
-            {"python": platform.python_version()} | {package: installed_version(package) for package in _PACKAGES}
-        )
-    )
+    family: Annotated[str, Text()]
+    facts: Annotated[Facts, Kind(dict)]
+    fingerprint: Annotated[Mapping[str, str], Kind(dict, str)]
+    settings: Annotated[Mapping[str, Any], Kind(dict)] = field(default_factory=dict)
+    empty_caption: Annotated[str | None, Either(OneOf((None,)), Text())] = caption_hash("")
+    versions: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=_versions)
 
-    def write(self, folder: Path) -> None:
-        """Write `index.json`. Raises: CacheError: JSON does not keep a value."""
-        values = {"format": FORMAT, **asdict(self)}
-        try:
-            same = json.loads(json.dumps(values, allow_nan=False)) == values
-        except (TypeError, ValueError):
-            same = False
-        if not same:
-            raise CacheError(
-                "facts, fingerprint and settings of a cache must consist of dicts with string keys, lists, strings, "
-                f"finite numbers, bools and None: got {values}"[:1000]
-            )
-        write_json(folder / INDEX, values)
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What all samples of a cache have in common, as texts by name."""
+        facts = {f"facts.{name}": json.dumps(value, sort_keys=True, default=repr) for name, value in self.facts.items()}
+        return {"family": self.family, "empty_caption": self.empty_caption or "", **self.fingerprint, **facts}
 
+    @cached_property
+    def hash(self) -> str:
+        """Hash of the identity, a part of all names of files."""
+        return _hash(self.identity)
 
-@dataclass(frozen=True)
-class Counts:
-    """Contents of a complete cache: numbers of samples, texts and shards, and the bytes of all shards."""
-
-    samples: int
-    texts: int
-    shards: int
-    bytes: int
-
-    def write(self, folder: Path, cache_id: str) -> None:
-        """Write `complete.json`."""
-        write_json(folder / COMPLETE, {"format": FORMAT, "cache": cache_id, **asdict(self)})
+    def file(self, kind: str, *made_from: str) -> str:
+        """Return the path in the cache of what was made from these values with the encoders of this cache."""
+        name = _hash([self.hash, *made_from])
+        return f"{kind}/{name[:2]}/{name}.safetensors"
 
 
 def read_index(folder: Path) -> CacheIndex:
     """Read `index.json`. Raises: CacheError: the folder is no cache, or the file is damaged or of another version."""
-    if not (folder / INDEX).is_file():
+    path = folder / INDEX
+    if not path.is_file():
         raise CacheError(f"{folder} is not a latent cache: it has no {INDEX}. Make one with lightning-cp precompute")
-    return CacheIndex(**_read(folder / INDEX, _INDEX_FIELDS))
-
-
-def read_complete(folder: Path, cache_id: str) -> Counts | None:
-    """Read `complete.json`; None if there is none. Raises: CacheError: it is damaged, or of another cache."""
-    if not (folder / COMPLETE).exists():
-        return None
-    values = _read(folder / COMPLETE, _COMPLETE_FIELDS)
-    if values.pop("cache") != cache_id:
-        raise CacheError(f"{folder / COMPLETE} belongs to another cache: delete it and run precompute again")
-    return Counts(**values)
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file; see `replace_file`."""
-    replace_file(path, json.dumps(values, indent=1, allow_nan=False).encode())
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, flush it to disk and rename it."""
-    with writing_new(path.with_name(f".tmp-{path.name}")) as scratch:
-        scratch.write_bytes(data)
-        flush(scratch)
-        os.rename(scratch, path)
-        flush(path.parent)
-
-
-def _read(path: Path, checks: Checks) -> dict[str, Any]:
     try:
-        values = parse(read_regular(path))
-        version = values.pop("format", None)
-        if type(version) is int and version != FORMAT:
-            raise CacheError(
-                f"{path} has format {version}; this version reads format {FORMAT}: install a version of lightning_cp "
-                "that reads it, or make the cache again with lightning-cp precompute"
-            )
-        if type(version) is not int:
-            raise DamagedError("it has no valid format number")
-        check_fields(values, checks)
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
-    except DamagedError as error:
+        values = read_json(path)
+        version = values.pop("format", FORMAT)
+        if version == FORMAT:
+            return checked(CacheIndex, values)
+    except ValueError as error:
         raise CacheError(f"{path} is damaged, or not the file of a latent cache: {error}") from error
-    return values
+    raise CacheError(
+        f"{path} has format {version!r:.20}; this one reads format {FORMAT}: install a version of lightning_cp that "
+        "reads it, or make the cache again with lightning-cp precompute"
+    )
 
 
-def _is_dict(value: Any) -> bool:
-    return type(value) is dict
+def prepare_cache(folder: str | Path, index: CacheIndex) -> None:
+    """Create a cache, or continue one, before any rank opens its `CacheWriter`. Call it on rank 0.
+
+    A complete cache becomes unfinished until `CacheWriter.finish`.
+
+    Args:
+        folder: folder of the cache; it may be missing or empty.
+        index: description of the cache. To continue, family, facts and fingerprint must be equal, unless the cache has
+            no samples.
+    Raises:
+        StaleCacheError: the folder has a cache of other weights, settings or package versions.
+        CacheError: it holds other files, or `index` has values that JSON does not keep. OSError: it cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise CacheError(f"{folder} is a file: choose another output")
+    names = os.listdir(folder) if folder.exists() else []
+    others = sorted(name for name in names if not re.fullmatch(rf"{re.escape(TEMPORARY)}[0-9a-f]{{32}}", name))
+    if INDEX in names:
+        index = _continued(folder, index)
+    elif others:
+        raise CacheError(
+            f"{folder} holds other files ({others[0][:80]}, …) and is no latent cache: use an empty folder"
+        )
+    values = {"format": FORMAT, **asdict(index)}
+    try:
+        same = json.loads(text := json.dumps(values, indent=1, allow_nan=False)) == values
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise CacheError(
+            "facts, fingerprint and settings of a cache must consist of dicts with string keys, lists, strings, "
+            f"finite numbers, bools and None: got {values}"[:1000]
+        )
+    remove_abandoned(folder)
+    with suppress(FileNotFoundError):  # another run may do the same
+        (folder / CONTENTS).rename(folder / PREVIOUS)
+    write_file(folder, INDEX, text.encode())
 
 
-def _are_strings(value: Any) -> bool:
-    return type(value) is dict and all(type(one) is str for one in value.values())
+def _continued(folder: Path, index: CacheIndex) -> CacheIndex:
+    """Return the index to write: with the stored versions, unless the cache is replaced because it has no samples."""
+    old = read_index(folder)
+    try:
+        check_fresh(folder, old.identity, index.identity)
+    except StaleCacheError:
+        if any(folder.glob("media/*/*.safetensors")):
+            raise
+        return index
+    return replace(index, versions=old.versions)
 
 
-def _is_string(value: Any) -> bool:
-    return type(value) is str and value != ""
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-_STRING, _NUMBER = (_is_string, "a string that is not empty"), (_is_count, "an integer of at least 0")
-_INDEX_FIELDS: Checks = {
-    "family": _STRING,
-    "facts": (_is_dict, "a JSON object"),
-    "fingerprint": (_are_strings, "a JSON object of strings"),
-    "settings": (_is_dict, "a JSON object"),
-    "empty_caption": (lambda value: value is None or _is_string(value), "a string that is not empty, or null"),
-    "planned_samples": (lambda value: value is None or _is_count(value), "an integer or null"),
-    "cache_id": _STRING,
-    "versions": (_are_strings, "a JSON object of strings"),
-}
-_COMPLETE_FIELDS: Checks = {"cache": _STRING, **dict.fromkeys(("samples", "texts", "shards", "bytes"), _NUMBER)}
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,19 +1,46 @@
-"""Read and write the rows files of a cache: JSON lines that list samples, texts and shards.
-
-The rows of one shard come first, then one line for the shard itself with its size, its checksum and its number of rows.
-Rows without this line are those of an interrupted write, and do not count.
-"""
+"""Rows of a cache's samples and texts, and `contents.json`, which lists them: a cache that has it is complete."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from typing_extensions import override
 
 from lightning_cp.errors import CacheError
-from lightning_cp.files import read_regular
-from lightning_cp.finetune.latent_cache import row_checks
+from lightning_cp.files import read_json
+from lightning_cp.finetune.latent_cache.store import write_file
+from lightning_cp.finetune.media.limits import REPEATS
+from lightning_cp.finetune.media.source import Use
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
+
+CONTENTS, PREVIOUS = "contents.json", "previous.json"
+_NULL, _COUNT = OneOf((None,)), Integer(1, 2**31 - 1)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind(Rule):
+    """A string, also an empty one; or a JSON object with values of a type."""
+
+    kind: type
+    values: type = object
+
+    @override
+    def passes(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            return self.kind is dict and all(isinstance(x, self.values) for x in value.values())
+        return self.kind is str and isinstance(value, str)
+
+    @override
+    def describe(self) -> str:
+        return ("a string" if self.kind is str else "a JSON object") + (" of strings" if self.values is str else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +48,9 @@ class MediaRow:
     """One picture or clip of a cache.
 
     Args:
-        id: unique name in the cache; a run that continues skips the ids that are stored.
+        id: unique name in the cache.
         source: path of the file, relative to the data folder.
-        source_hash: hash of the file's contents, to notice a changed file.
+        source_hash: hash of the file's contents: with other contents, the sample is another file of the cache.
         frames: number of pixel frames; 1 for pictures.
         height: pixels.
         width: pixels.
@@ -31,33 +58,31 @@ class MediaRow:
         captions: hashes of one or more captions, see `caption_hash`.
         fps: frames per second; None for pictures.
         crop: (top, left, height, width) of the crop, in pixels of the resized source; None without a crop.
-        repeats: number of times that an epoch shows the sample; 0: it is no longer in the data, and not used.
+        repeats: number of times that an epoch shows the sample.
         weight: weight of the sample in the loss.
         use: `train`; `prior`: trained on, and never held out; `validation`: not trained on.
-        shard: file that holds the tensors; set by the writer.
-        number: number of the sample in its shard; set by the writer.
+        tensors: dtype and shape of each tensor; set by the writer.
     """
 
-    id: str
-    source: str
-    source_hash: str
-    frames: int
-    height: int
-    width: int
-    tokens: int
-    captions: tuple[str, ...]
-    fps: float | None = None
-    crop: tuple[int, int, int, int] | None = None
-    repeats: int = 1
-    weight: float = 1.0
-    use: str = "train"
-    shard: str = ""
-    number: int = 0
+    id: Annotated[str, Text()]
+    source: Annotated[str, Kind(str)]
+    source_hash: Annotated[str, Text()]
+    frames: Annotated[int, _COUNT]
+    height: Annotated[int, _COUNT]
+    width: Annotated[int, _COUNT]
+    tokens: Annotated[int, _COUNT]
+    captions: Annotated[tuple[str, ...], Each(Text())]
+    fps: Annotated[float | None, Either(_NULL, Number(above=0))] = None
+    crop: Annotated[tuple[int, int, int, int] | None, Either(_NULL, Each(Integer(0), 4))] = None
+    repeats: Annotated[int, Integer(1, REPEATS)] = 1
+    weight: Annotated[float, Number(above=0)] = 1.0
+    use: Annotated[str, OneOf(get_args(Use))] = "train"
+    tensors: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=dict, hash=False)
 
     @property
-    def key(self) -> str:
-        """Prefix of the tensors' names in the shard."""
-        return str(self.number)
+    def made_from(self) -> tuple[str, ...]:
+        """What the tensors were made from, see `CacheIndex.file`."""
+        return "media", self.id, self.source_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,128 +90,126 @@ class TextRow:
     """One distinct caption of a cache.
 
     Args:
-        hash: see `caption_hash`.
         caption: the text.
-        length: number of stored positions.
-        media_id: id of the sample that the text was encoded with, if the text encoder sees the media.
-        shard: file that holds the tensors.
+        media_id: name of the media that the text was encoded with, if the text encoder sees the media.
+        tensors: dtype and shape of each tensor; set by the writer.
     """
 
-    hash: str
-    caption: str
-    length: int
-    media_id: str | None = None
-    shard: str = ""
+    caption: Annotated[str, Kind(str)]
+    media_id: Annotated[str | None, Either(_NULL, Text())] = None
+    tensors: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=dict, hash=False)
 
     @property
-    def key(self) -> str:
-        """Prefix of the tensors' names in the shard."""
-        return self.hash
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRow:
-    """One shard; its rows precede it in the file. Args: cache: the id of the cache."""
-
-    shard: str
-    size_bytes: int
-    crc32: int
-    rows: int
-    cache: str
+    def made_from(self) -> tuple[str, ...]:
+        """What the tensors were made from, see `CacheIndex.file`."""
+        return "text", caption_hash(self.caption, self.media_id)
 
 
 Row = MediaRow | TextRow
 
 
-@dataclass
-class RowsFile:
-    """Contents of a rows file. Bytes after `committed_bytes` are those of an interrupted write."""
-
-    path: Path
-    rows: list[Row] = field(default_factory=list)
-    shards: list[ShardRow] = field(default_factory=list)
-    committed_bytes: int = 0
-    total_bytes: int = 0
-
-
 def caption_hash(caption: str, media_id: str | None = None) -> str:
     """Return the name of a caption's text in the cache: 32 hexadecimal digits.
 
-    Args: media_id: id of the media sample, if the text encoder also sees the media.
+    Args: media_id: name of the media, if the text encoder also sees the media.
     """
     text = caption if media_id is None else json.dumps([caption, media_id])
     kind = b"caption:" if media_id is None else b"caption and media:"
     return hashlib.sha256(kind + text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def rows_name(kind: str, rank: int) -> str:
-    """Return the name of a writer's rows file. Args: kind: `media` or `text`."""
-    return f"rows-{rank:05d}-{kind}.jsonl"
+def checked(kind: type[T], values: Any) -> T:
+    """Build a row, or an index, from plain values. Raises: CacheError: a field is missing, unknown or invalid."""
+    rules = _rules(kind)  # type: ignore[arg-type]
+    if not isinstance(values, dict) or values.keys() != rules.keys():
+        raise CacheError(f"it must have exactly the fields {', '.join(rules)}, got {ascii(values)[:200]}")
+    for name, rule in rules.items():
+        if not rule.passes(values[name]):
+            raise CacheError(f"{name}={ascii(values[name])[:80]} must be {rule.describe()}")
+    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
 
 
-def shard_name(kind: str, rank: int, number: int) -> str:
-    """Return the name of a shard. Args: kind: `media` or `text`."""
-    return f"{kind}-{rank:05d}-{number:06d}.safetensors"
+@cache
+def _rules(kind: Any) -> dict[str, Rule]:
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
-def line_of(row: Row | ShardRow) -> bytes:
-    """Return a row as one line of JSON."""
-    return json.dumps(asdict(row)).encode("ascii") + b"\n"
+@dataclass(frozen=True)
+class Contents:
+    """What a complete cache holds.
 
-
-def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
-    """Read a rows file up to the last shard's line. Below it may be rows and half a line of an interrupted write.
-
-    Args: limit_bytes: read only the beginning; None: all.
-    Raises: CacheError: a complete line is damaged.
+    Args:
+        media: rows of the samples, ordered by id: the order does not depend on the number of writers.
+        texts: rows of the texts by hash.
     """
-    kind: type[Row] = MediaRow if path.name.endswith("-media.jsonl") else TextRow
-    try:
-        data = read_regular(path)[:limit_bytes]
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
-    rows_file, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):  # the last one is empty, or half a line
-        offset += len(line) + 1
+
+    media: list[MediaRow]
+    texts: dict[str, TextRow]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], empty_caption: str | None) -> Contents:
+        """Join rows; texts that no sample has are left out. Args: empty_caption: see `CacheIndex`.
+
+        Raises: CacheError: there are no samples, one is there twice, a text is missing, or tensors differ.
+        """
+        media, texts = dict[str, MediaRow](), dict[str, TextRow]()
+        for row in rows:
+            if isinstance(row, TextRow):
+                texts[row.made_from[1]] = row
+            elif media.setdefault(row.id, row) is not row:
+                raise CacheError(f"the sample {ascii(row.id)[:100]} is listed twice")
+        if not media:
+            raise CacheError("it has no samples: add some before the cache is finished")
+        used = {hash: f"a caption of sample {ascii(row.id)[:100]}" for row in media.values() for hash in row.captions}
+        used |= {} if empty_caption is None else {empty_caption: "the empty caption"}
+        for hash, what in used.items():
+            if hash not in texts:
+                raise CacheError(f"it has no text {hash[:80]}, {what}")
+        found = cls([row for _, row in sorted(media.items())], {hash: texts[hash] for hash in used})
+        _check_tensors((*found.media, *found.texts.values()))
+        return found
+
+    @classmethod
+    def read(cls, folder: Path, cache_hash: str, empty_caption: str | None) -> Contents:
+        """Read `contents.json`. Args: cache_hash: `CacheIndex.hash`. Raises: CacheError: it is damaged."""
         try:
-            row = _parsed(line, kind)
-            if not isinstance(row, ShardRow):
-                pending.append(row)
-            if any(one.shard != row.shard for one in pending[:1]):
-                raise row_checks.DamagedError(f"it belongs to {row.shard}, the line before to {pending[0].shard}")
-            if isinstance(row, ShardRow) and len(pending) != row.rows:
-                raise row_checks.DamagedError(f"{row.shard} has {len(pending)} rows, but {row.rows} were written")
-        except row_checks.DamagedError as error:
+            values = read_json(folder / CONTENTS)
+            if values.keys() != {"cache", "media", "texts"} or values["cache"] != cache_hash:
+                raise CacheError("it belongs to another cache")
+            media = [checked(MediaRow, one) for one in values["media"]]
+            return cls.of((*media, *(checked(TextRow, one) for one in values["texts"])), empty_caption)
+        except (ValueError, TypeError) as error:
             raise CacheError(
-                f"{path} is damaged in line {number}: {error}. Restore the file, or delete this line and all lines "
-                "below it and run precompute again: it then encodes these samples again"
+                f"{folder / CONTENTS} is damaged: {error}. Run precompute again: it encodes only what is missing"
             ) from error
-        if isinstance(row, ShardRow):
-            rows_file.rows += pending
-            rows_file.shards.append(row)
-            rows_file.committed_bytes, pending = offset, []
-    return rows_file
+
+    def write(self, folder: Path, cache_hash: str) -> None:
+        """Write `contents.json`, which makes the cache complete."""
+        values = {"media": [asdict(row) for row in self.media], "texts": [asdict(row) for row in self.texts.values()]}
+        write_file(folder, CONTENTS, json.dumps({"cache": cache_hash, **values}).encode())
+        (folder / PREVIOUS).unlink(missing_ok=True)
 
 
-def check_row(row: Row) -> None:
-    """Raise CacheError if a field of a new row is not valid."""
-    name = row.id if isinstance(row, MediaRow) else row.hash
-    try:
-        plain = json.loads(line_of(row))
-        row_checks.check_fields(plain, row_checks.MEDIA_FIELDS if isinstance(row, MediaRow) else row_checks.TEXT_FIELDS)
-    except (row_checks.DamagedError, TypeError) as error:  # TypeError: a value that JSON does not have
-        raise CacheError(f"the row of {ascii(name)[:100]} cannot be stored: {error}") from error
+def listed_ids(folder: Path) -> set[str]:
+    """Return the ids of the samples that a folder's cache had when it was complete; none if it never was."""
+    for name in (CONTENTS, PREVIOUS):
+        with suppress(ValueError, KeyError, TypeError):
+            return {str(row["id"]) for row in read_json(folder / name)["media"]}
+    return set()
 
 
-def _parsed(line: bytes, kind: type[Row]) -> Row | ShardRow:
-    values = row_checks.parse(line)
-    if "crc32" in values:
-        row_checks.check_fields(values, row_checks.SHARD_FIELDS)
-        return ShardRow(**values)
-    if kind is TextRow:
-        row_checks.check_fields(values, row_checks.TEXT_FIELDS)
-        return TextRow(**values)
-    row_checks.check_fields(values, row_checks.MEDIA_FIELDS)
-    values["captions"] = tuple(values["captions"])
-    values["crop"] = None if values["crop"] is None else tuple(values["crop"])
-    return MediaRow(**values)
+def _check_tensors(rows: Iterable[Row]) -> None:
+    """Check that all samples have the same tensors, so that a batch of one size can be joined."""
+    first: dict[Any, tuple[str, Any]] = {}
+    for row in rows:
+        name = f"the {row.made_from[0]} {ascii(row.made_from[1])[:100]}"
+        same: dict[Any, Any] = {type(row): {name: x.partition(" ")[0] for name, x in row.tensors.items()}}
+        if isinstance(row, MediaRow):
+            same[row.frames, row.height, row.width] = row.tensors.get("latents")
+        for key, value in same.items():
+            other, expected = first.setdefault(key, (name, value))
+            if value != expected:
+                raise CacheError(f"{name} has the tensors {value}, but {other} has {expected}")
+    both = first[MediaRow][1].keys() & first[TextRow][1].keys() if TextRow in first else set()
+    if both:
+        raise CacheError(f"{', '.join(sorted(both))} are names of media tensors and of text tensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 from lightning_cp.errors import FamilyError, MediaError
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.latents import main_latents
-from lightning_cp.finetune.latent_cache import CacheWriter, MediaRow, caption_hash
+from lightning_cp.finetune.latent_cache import CacheWriter, MediaRow
 from lightning_cp.finetune.media import LoadedMedia, Skipped, Source
-from lightning_cp.finetune.precompute.image_noise import noised_frame
-from lightning_cp.finetune.precompute.loading import Loader, load_all
+from lightning_cp.finetune.precompute.loading import Loader, load_all, media_id
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 
 
@@ -36,17 +38,15 @@ def encode_captions(
 
     Args: captions: distinct captions of this rank.
     """
-    done, ranks = writer.done_texts(), ranks or EncodingRanks()
-    new = [caption for caption in captions if caption_hash(caption) not in done]
+    ranks, new = ranks or EncodingRanks(), [caption for caption in captions if not writer.take_text(caption)]
     report(len(captions) - len(new))
     for start in range(0, len(new), batch_size):
         ranks.check()
         batch = new[start : start + batch_size]
         samples = family.encode_text(pipe, [*batch, *[""] * (batch_size - len(batch))])
         for caption, sample in zip(batch, samples[: len(batch)], strict=True):
-            writer.add_text(caption, {name: x.cpu() for name, x in sample.items()})
+            writer.add_text(caption, sample)
         report(len(batch))
-    writer.flush()
     return len(new)
 
 
@@ -63,7 +63,7 @@ def encode_sources(
     report: Report = lambda _: None,
     masks: bool = False,
     image_noise: bool = False,
-) -> tuple[int, list[Skipped]]:
+) -> tuple[set[str], list[Skipped]]:
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
     Args:
@@ -73,10 +73,10 @@ def encode_sources(
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
         image_noise: add noise to the first frame that the family is conditioned on, see `noised_frame`.
         masks: store a mask of the loss for each sample, also for those without one.
-    Returns: number of samples that were encoded, and what was skipped.
+    Returns: ids of the samples that were encoded, and what was skipped.
     """
     ranks = ranks or EncodingRanks()
-    encoded, skipped = 0, list[Skipped]()
+    encoded, skipped = set[str](), list[Skipped]()
     for source, loaded in load_all(sources, loader, ranks, workers=workers):
         failure = loaded if isinstance(loaded, MediaError) else None
         if isinstance(loaded, tuple):
@@ -94,15 +94,14 @@ def encode_sources(
                     tokens = family.grid.tokens(clean.shape[1:])
                     if masks:
                         sample["loss_mask"] = _loss_mask(media.mask, clean)
-                    writer.add_media(MediaRow(**row, tokens=tokens), {name: x.cpu() for name, x in sample.items()})
-                encoded += 1
+                    writer.add_media(MediaRow(**row, tokens=tokens), sample)
+                encoded.add(source.id)
         if failure is not None and stop_on_bad:
             raise failure
         if failure is not None:
             skipped.append(Skipped(source.file, str(failure)))
         if ranks.writes_media:
             report(1)
-    writer.flush()
     return encoded, skipped
 
 
@@ -132,3 +131,71 @@ def batch_of_one(media: LoadedMedia) -> dict[str, Tensor]:
     if media.fps is not None:
         given["fps"] = torch.tensor([media.fps])
     return given
+
+
+_MEAN, _STD = -3.0, 0.5  # of the logarithm of the noise's standard deviation, in pixels from -1 to 1
+
+
+def noised_frame(pixels: Tensor, name: str) -> Tensor:
+    """Return the first frame with noise of a random strength, about 0.05. It depends on the sample's name only.
+
+    Args: pixels: [3, f, h, w] in [-1, 1].
+    Returns: [3, 1, h, w], not cut to [-1, 1].
+    Source: Yang et al., CogVideoX, arXiv:2408.06072, section on image to video.
+    """
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    generator = keyed_generator(seed, RandomStream.IMAGE_NOISE)
+    strength = math.exp(_MEAN + _STD * generator.standard_normal())
+    frame = pixels[:, :1]
+    noise = torch.from_numpy(generator.standard_normal(tuple(frame.shape), dtype="float32"))
+    return frame + strength * noise
+
+
+def encode_seen_captions(
+    pipe: Any,
+    family: Family,
+    sources: Sequence[Source],
+    writer: CacheWriter,
+    *,
+    loader: Loader,
+    stop_on_bad: bool = False,
+    ranks: EncodingRanks | None = None,
+    report: Report = lambda _: None,
+) -> int:
+    """Encode each caption of each source with the source's media, one at a time, if the cache does not have it.
+
+    Sources that cannot be used are left out here: `encode_sources` reports them.
+
+    Args:
+        sources: media of this rank.
+        loader: loader that skips no source (its `writer` is None).
+        stop_on_bad: raise the first MediaError instead of leaving the source out.
+    Returns: number of texts that were encoded.
+    """
+    ranks, encoded = ranks or EncodingRanks(), 0
+    for source in sources:
+        ranks.check()
+        try:
+            encoded += _encode(pipe, family, source, writer, loader)
+        except (MediaError, FamilyError) as error:
+            if stop_on_bad:
+                raise MediaError(f"{source.file}: {error}" if isinstance(error, FamilyError) else str(error)) from error
+        report(1)
+    return encoded
+
+
+def _encode(pipe: Any, family: Family, source: Source, writer: CacheWriter, loader: Loader) -> int:
+    """Encode the texts of a source that the cache does not have. Returns: their number."""
+    sample = media_id(source, loader.hashes.of(source))
+    new = [text for text in dict.fromkeys(source.captions) if not writer.take_text(text, sample)]
+    if not new:
+        return 0
+    loaded = loader.load(source)
+    if isinstance(loaded, MediaError):
+        raise loaded
+    assert loaded is not None, "this loader knows no stored samples"
+    media = batch_of_one(loaded[0])
+    for caption in new:
+        (text,) = family.encode_text(pipe, [caption], media)
+        writer.add_text(caption, text, media_id=sample)
+    return len(new)

@@ -1,24 +1,75 @@
-"""Read and decode the media of one rank in threads, ahead of the VAE."""
+"""Read, hash and decode the media of one rank in threads, ahead of the VAE."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Container, Iterator, Sequence
+import hashlib
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import open_regular
 from lightning_cp.finetune.families import Family
-from lightning_cp.finetune.latent_cache import caption_hash
+from lightning_cp.finetune.latent_cache import CacheWriter, caption_hash
 from lightning_cp.finetune.media import LoadedMedia, Source, load_media
-from lightning_cp.finetune.precompute.hashes import FileHashes, state_of
 from lightning_cp.finetune.precompute.ranks import EncodingRanks
 from lightning_cp.finetune.precompute.usable import Buckets, buckets_for
 
 Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
 """Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored."""
+
+
+State = tuple[tuple[int, int, int], ...]  # inode, size and time of change of each file of a source
+
+
+class FileHashes:
+    """Hashes of the contents of files. Each file is read once, also if many clips are cut from it; thread-safe."""
+
+    def __init__(self) -> None:
+        self._locks: defaultdict[Path, Lock] = defaultdict(Lock)
+        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+
+    def of(self, source: Source) -> str:
+        """Return the hash of a source's files, and of its own sizes if it has some.
+
+        Raises: MediaError: a file cannot be read.
+        """
+        found = [self._hash(file) for file in source.files]
+        if source.sizes is not None:
+            found.append(str(sorted(set(source.sizes))))
+        return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()
+
+    def _hash(self, file: Path) -> str:
+        with self._locks[file]:
+            state = _state(file)
+            known = self._known.get(file)
+            if known is None or known[0] != state:
+                try:
+                    with open_regular(file) as opened:
+                        known = state, hashlib.file_digest(opened, "sha256").hexdigest()
+                except OSError as error:
+                    raise MediaError(f"{file}: cannot be read: {error.strerror or error}") from error
+                self._known[file] = known
+            return known[1]
+
+
+def state_of(source: Source) -> State:
+    """Return inode, size and time of change of a source's files. Raises: MediaError: a file no longer exists."""
+    return tuple(_state(file) for file in source.files)
+
+
+def _state(file: Path) -> tuple[int, int, int]:
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        raise MediaError(f"{file}: cannot be read: {error.strerror or error}") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -27,7 +78,7 @@ class Loader:
 
     Args:
         buckets: sizes to choose from, see `Buckets`.
-        done: ids of the samples that are stored.
+        writer: writer that takes over what is stored; None: every source is loaded.
         fps: frames per second of clips; None: the file's.
         max_upscale: largest factor of enlargement.
         family: family of the pipeline; None: a family with texts that do not depend on the media, and with
@@ -35,7 +86,7 @@ class Loader:
     """
 
     buckets: Buckets
-    done: Container[str]
+    writer: CacheWriter | None = None
     fps: float | None = None
     max_upscale: float = 1.5
     family: Family | None = None
@@ -43,11 +94,11 @@ class Loader:
 
     def load(self, source: Source) -> Loaded:
         """Load one source, unless it is stored."""
-        if source.id in self.done:
-            return None
         try:
             before = state_of(source)
             row = self._row(source)
+            if self.writer is not None and self.writer.take_media(row):
+                return None
             media = load_media(
                 source,
                 buckets_for(source, self.buckets),
@@ -67,7 +118,16 @@ class Loader:
     def _row(self, source: Source) -> dict[str, Any]:
         """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""
         contents = self.hashes.of(source)
-        return {"id": source.id, "source_hash": contents, **changing_fields(source, contents, self.family)}
+        seen = media_id(source, contents) if self.family is not None and self.family.text.sees_media else None
+        return {
+            "id": source.id,
+            "source": source.origin,
+            "source_hash": contents,
+            "captions": tuple(caption_hash(caption, seen) for caption in source.captions),
+            "repeats": source.repeats,
+            "weight": source.weight,
+            "use": source.use,
+        }
 
 
 def load_all(
@@ -95,18 +155,6 @@ def load_all(
         finally:
             for _, future in ahead:
                 future.cancel()
-
-
-def changing_fields(source: Source, contents: str, family: Family | None) -> dict[str, Any]:
-    """Return the fields of a row that can change without encoding again. Args: contents: the row's `source_hash`."""
-    seen = media_id(source, contents) if family is not None and family.text.sees_media else None
-    return {
-        "source": source.origin,
-        "captions": tuple(caption_hash(caption, seen) for caption in source.captions),
-        "repeats": source.repeats,
-        "weight": source.weight,
-        "use": source.use,
-    }
 
 
 def media_id(source: Source, contents: str) -> str:

@@ -2,17 +2,133 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_cp import errors
 from lightning_cp.comm.agree import gather_objects
-from lightning_cp.finetune.precompute.run_state import RunState, StoppedElsewhere
-from lightning_cp.mesh.groups import MeshGroups
+from lightning_cp.compat.torch_names import shared_store
+from lightning_cp.launch.rank import was_raised_for_the_user
+from lightning_cp.mesh.groups import MeshGroups, cached
+
+_POLL_S = 0.05  # time between two reads of the store while this rank waits
+_CHECK_S = 0.5  # time between two reads of the store while this rank works
+_REQUEST_TIMEOUT = timedelta(seconds=60)  # time-out of a request to the store
+_GIVE_UP_S = 30.0  # longest wait for ranks that do not respond after an error on another rank
+# As in `was_raised_for_the_user`.
+_BUILTINS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, FileNotFoundError, MemoryError)
+_OURS = (x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, Exception))
+# Exceptions that other ranks raise too, by name.
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (*_BUILTINS, *_OURS)}
+
+
+class StoppedElsewhere(Exception):
+    """Another rank failed: this rank ends its phase early. `RunState.end` returns the error."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception of one rank, as text. Args: kind: its name in `_KINDS`; None: RuntimeError."""
+
+    rank: int
+    kind: str | None
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> RankError:
+        """Describe an exception. Classes of other packages become a RuntimeError on the other ranks."""
+        name, text = type(error).__name__, str(error)
+        is_known = _KINDS.get(name) is type(error) and (was_raised_for_the_user(error) or name == "MemoryError")
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, name, text, trace) if is_known else cls(rank, None, f"{name}: {text}", trace)
+
+    def exception(self) -> Exception:
+        """Return the exception for the other ranks, with the traceback of the rank that failed."""
+        found = _KINDS.get(str(self.kind), RuntimeError)(self.text)
+        found.add_note(f"raised on rank {self.rank}:\n{self.trace}")
+        return found
+
+
+class RunState:
+    """Counters and the first error of the current phase, in the store at which the ranks have met.
+
+    Ranks work on shares that take different times, without collectives between samples. A rank that fails writes its
+    error to the store, and the others see it between two samples, not at the end of their shares.
+
+    Ranks: the whole world.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store = shared_store(f"run_state_{next(cached('run states', count))}")
+        self._phase, self._checked = 0, 0.0
+
+    def begin(self) -> None:
+        """Start a phase. All ranks are in the same phase, because each waits in `end`."""
+        self._phase += 1
+
+    def count(self, number: int) -> int:
+        """Add to the phase's counter. Returns: the sum over all ranks."""
+        return int(self._store.add(self._key("count"), number))
+
+    def fail(self, error: Exception) -> None:
+        """Write an error, if it is the first one of this phase."""
+        text = json.dumps(asdict(RankError.of(self.rank, error)))
+        if self._store.add(self._key("failures"), 1) == 1:
+            self._store.set(self._key("error"), text)
+
+    def check(self) -> None:
+        """Raise StoppedElsewhere if another rank failed. Asks the store every half second at most."""
+        now = time.monotonic()
+        if now - self._checked >= _CHECK_S:
+            self._checked = now
+            if self._has_failed():
+                raise StoppedElsewhere
+
+    def end(self, on_count: Callable[[int], object]) -> RankError | None:
+        """Wait until all ranks have ended the phase. Returns: the first error, the same on all ranks.
+
+        Args: on_count: called with the counter while this rank waits.
+        """
+        deadline: float | None = None
+        arrived: Any = dist.all_reduce(torch.zeros(1), async_op=True)  # fails if a rank has died
+        while not arrived.is_completed():
+            time.sleep(_POLL_S)
+            on_count(self.count(0))
+            if deadline is None and self._has_failed():
+                deadline = time.monotonic() + _GIVE_UP_S
+            if deadline is not None and time.monotonic() > deadline:
+                return self._error()
+        arrived.wait()
+        on_count(self.count(0))
+        if not self._has_failed():
+            return None
+        error = self._error()
+        dist.all_reduce(torch.zeros(1))  # rank 0 may end, and its store with it, once all have read the error
+        return error
+
+    def _has_failed(self) -> bool:
+        return bool(self._store.add(self._key("failures"), 0))
+
+    def _error(self) -> RankError:
+        self._store.wait([self._key("error")], _REQUEST_TIMEOUT)  # until it is written
+        return RankError(**json.loads(self._store.get(self._key("error"))))
+
+    def _key(self, name: str) -> str:
+        return f"{self._phase}/{name}"
+
 
 T = TypeVar("T")
 Report = Callable[[int], object]  # called with the number of items that are done

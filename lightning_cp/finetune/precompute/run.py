@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,35 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_cp.errors import CacheError, DataError, MediaError
-from lightning_cp.files import writing, writing_new
+from lightning_cp.files import writing
 from lightning_cp.finetune.encoder_files import SETTING, describe_files
 from lightning_cp.finetune.encoders import components_on, load_encoders, release
 from lightning_cp.finetune.families import Family, family_for
-from lightning_cp.finetune.latent_cache import (
-    CacheIndex,
-    CacheWriter,
-    LatentCache,
-    PreparedCache,
-    fingerprint_of,
-    prepare_cache,
-)
-from lightning_cp.finetune.latent_cache.contents import stored_ids
+from lightning_cp.finetune.latent_cache import CacheIndex, CacheWriter, LatentCache, fingerprint_of, prepare_cache
+from lightning_cp.finetune.latent_cache.rows import MediaRow, Row, listed_ids
+from lightning_cp.finetune.latent_cache.store import write_file
 from lightning_cp.finetune.media import DataFolder, Skipped, Source, Sources
 from lightning_cp.finetune.media.load import check_header
 from lightning_cp.finetune.media.source import first_reasons
-from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
-from lightning_cp.finetune.precompute.data import find_data, has_masks, usable_data
-from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_sources
-from lightning_cp.finetune.precompute.hashes import FileHashes
-from lightning_cp.finetune.precompute.loading import Loader
+from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_seen_captions, encode_sources
+from lightning_cp.finetune.precompute.loading import FileHashes, Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
-from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
-from lightning_cp.finetune.precompute.stored import update_stored
 from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
-from lightning_cp.finetune.precompute.usable import SHEET, Buckets, buckets_for, some_left
+from lightning_cp.finetune.precompute.usable import (
+    SHEET,
+    Buckets,
+    buckets_for,
+    find_data,
+    has_masks,
+    some_left,
+    usable_data,
+)
+from lightning_cp.sampling.tiles import tile, write_png
 from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"
@@ -59,17 +59,15 @@ class _Run:
     hashes: FileHashes = field(default_factory=FileHashes)
 
     @contextmanager
-    def phase(self, name: str, total: int, pipe: Any, parts: Sequence[str]) -> Iterator[tuple[CacheWriter, Report]]:
-        """Open a writer, put parts of the pipeline on the device, and show progress. Ranks: the whole world."""
-        rank, shard_bytes = self.ranks.rank, self.settings.shard_bytes
+    def phase(self, name: str, total: int, pipe: Any, parts: Sequence[str]) -> Iterator[Report]:
+        """Put parts of the pipeline on the device, and show progress. Ranks: the whole world."""
         with (
-            progress_bar(name, total, self.progress and rank == 0) as bar,
+            progress_bar(name, total, self.progress and self.ranks.rank == 0) as bar,
             self.ranks.phase(bar) as report,
             _disk_errors(self.output),
-            CacheWriter(self.output, rank=rank, shard_bytes=shard_bytes) as writer,
             components_on(pipe, parts, self.device),
         ):
-            yield writer, report
+            yield report
 
 
 def precompute(
@@ -102,25 +100,15 @@ def precompute(
             pipe = load_encoders(pretrained, settings.dtype, weights=False)
             family = family_for(pipe)
             found, buckets = usable_data(found, pipe, family, settings)
-        fitting = _without_unfit(run, family, found, buckets)
+        before = run.ranks.on_first(lambda: listed_ids(output))
+        fitting = _without_unfit(run, family, found, buckets, before)
         with run.ranks.phase():
             pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
             if settings.tiling:
                 pipe.vae.enable_tiling()
             family = family_for(pipe)
-        with _prepared(run, pipe, family, found.sources) as prepared:
-            with _disk_errors(output):
-                changed, dropped = update_stored(
-                    prepared,
-                    found.sources,
-                    family,
-                    hashes=run.hashes,
-                    workers=settings.workers,
-                    ranks=run.ranks,
-                    progress=progress,
-                )
-            result = replace(_encode(run, pipe, family, fitting, buckets), changed=changed, dropped=dropped)
-            run.ranks.on_first(lambda: _complete(prepared, output, result))
+        run.ranks.on_first(lambda: _prepare(run, pipe, family, found.sources))
+        result = _encode(run, pipe, family, fitting, buckets, before)
         if settings.sheet:
             with components_on(pipe, family.components.media, device):
                 decode = partial(family.decode, pipe.vae)
@@ -130,18 +118,16 @@ def precompute(
     return result
 
 
-def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Buckets) -> Precomputed:
-    """Encode what the cache does not have. Ranks: the whole world."""
+def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Buckets, before: Set[str]) -> Precomputed:
+    """Encode what the cache does not have, and complete it. Args: before: ids that it had. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
-    loader = Loader(buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
-    masks = has_masks(found.sources)
-    captions, encoded_captions = _encode_texts(run, pipe, family, found, loader)
+    loader = Loader(buckets, None, settings.fps, settings.max_upscale, family, run.hashes)
+    with ranks.phase():
+        writer = CacheWriter(run.output)
+    captions, encoded_captions = _encode_texts(run, pipe, family, found, loader, writer)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
-    result: tuple[int, list[Skipped]] = 0, []
-    with (
-        run.phase("samples", len(found.sources), pipe, family.components.media) as (writer, report),
-        ExitStack() as stack,
-    ):
+    result: tuple[set[str], list[Skipped]] = set(), []
+    with run.phase("samples", len(found.sources), pipe, family.components.media) as report, ExitStack() as stack:
         if ranks.groups is not None:
             stack.callback(parallelize_vae(pipe.vae, ranks.groups))
         result = encode_sources(
@@ -149,19 +135,34 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Bucke
             family,
             found.sources[ranks.data_rank :: ranks.data_size],
             writer,
-            loader=replace(loader, done=writer.done_ids()),
+            loader=replace(loader, writer=writer),
             workers=settings.workers,
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
-            masks=masks,
+            masks=has_masks(found.sources),
             image_noise=settings.image_noise,
         )
-    done = _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
-    return replace(done, encoded_captions=sum(ranks.gather(encoded_captions)))
+    part = result if ranks.writes_media else (set[str](), [])
+    encoded_ids, skips, all_rows, texts = zip(*ranks.gather((*part, writer.rows, encoded_captions)), strict=True)
+    encoded, ids = set[str]().union(*encoded_ids), {source.id for source in found.sources}
+    rows = [row for some in all_rows for row in some]
+    now = {row.id for row in rows if isinstance(row, MediaRow)}
+    done = Precomputed(
+        found=len(found.sources) + len(found.skipped),
+        encoded=len(encoded),
+        stored=len(now - encoded),
+        captions=captions,
+        skipped=(*found.skipped, *(one for some in skips for one in some)),
+        changed=len(before & (encoded | ids - now)),
+        dropped=len(before - ids),
+        encoded_captions=sum(texts),
+    )
+    ranks.on_first(lambda: _complete(run.output, writer, rows, done))
+    return done
 
 
-def _without_unfit(run: _Run, family: Family, found: Sources, buckets: Buckets) -> Sources:
+def _without_unfit(run: _Run, family: Family, found: Sources, buckets: Buckets, stored: Set[str]) -> Sources:
     """Skip media that are too small or too short before any weights are loaded; not those that are stored.
 
     Ranks: the whole world.
@@ -169,7 +170,6 @@ def _without_unfit(run: _Run, family: Family, found: Sources, buckets: Buckets) 
     Raises: MediaError: one is, with `on_bad=error`. DataError: all are.
     """
     ranks, settings, unfit = run.ranks, run.settings, dict[str, Skipped]()
-    stored = ranks.on_first(lambda: stored_ids(run.output))
     with (
         progress_bar("headers", len(found.sources), run.progress and ranks.rank == 0) as bar,
         ranks.phase(bar) as report,
@@ -195,14 +195,16 @@ def _without_unfit(run: _Run, family: Family, found: Sources, buckets: Buckets) 
     return some_left(Sources(kept, (*found.skipped, *all_unfit.values())), of=len(found.sources))
 
 
-def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> tuple[int, int]:
+def _encode_texts(
+    run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader, writer: CacheWriter
+) -> tuple[int, int]:
     """Encode the texts that the cache does not have. Ranks: the whole world.
 
     Returns: number of distinct texts, and of those that this rank encoded.
     """
     settings, ranks, encoding = run.settings, run.ranks, family.components.text
     if family.text.sees_media:
-        with run.phase("captions", len(found.sources), pipe, encoding) as (writer, report):
+        with run.phase("captions", len(found.sources), pipe, encoding) as report:
             encoded = encode_seen_captions(
                 pipe,
                 family,
@@ -215,7 +217,7 @@ def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: 
             )
         return sum(len(set(source.captions)) for source in found.sources), encoded
     captions = captions_of(found.sources)
-    with run.phase("captions", len(captions), pipe, encoding) as (writer, report):
+    with run.phase("captions", len(captions), pipe, encoding) as report:
         mine = captions[ranks.rank :: ranks.size]
         encoded = encode_captions(
             pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report
@@ -233,52 +235,52 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         raise CacheError(str(error)) from error
 
 
-@contextmanager
-def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -> Iterator[PreparedCache | None]:
-    """Lock the cache on rank 0 while all ranks write."""
-    made: list[PreparedCache] = []
+def _prepare(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -> None:
+    """Begin or continue the cache."""
     names = dict.fromkeys((*family.components.text, *family.components.media))
-
-    def prepare() -> None:
-        identity = {**run.settings.identity(), "masks": has_masks(sources)}
-        fingerprint = fingerprint_of(pipe, names, identity)
-        values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
-        index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
-        if family.text.sees_media:
-            index = replace(index, empty_caption=None)
-        with _disk_errors(run.output):
-            made.append(prepare_cache(run.output, index))
-
-    try:
-        run.ranks.on_first(prepare)
-        yield made[0] if made else None
-    finally:
-        for prepared in made:
-            prepared.release()
+    fingerprint = fingerprint_of(pipe, names, {**run.settings.identity(), "masks": has_masks(sources)})
+    values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
+    index = CacheIndex(family.name, family.facts, fingerprint, settings=values)
+    if family.text.sees_media:
+        index = replace(index, empty_caption=None)
+    with _disk_errors(run.output):
+        prepare_cache(run.output, index)
 
 
-def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
-    encoded = sum(count for count, _ in parts)
-    skipped = (*found.skipped, *(one for _, some in parts for one in some))
-    number = len(found.sources) + len(found.skipped)
-    return Precomputed(number, encoded, number - encoded - len(skipped), captions, skipped)
-
-
-def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed) -> None:
+def _complete(output: Path, writer: CacheWriter, rows: Iterable[Row], result: Precomputed) -> None:
     """Write what was skipped, and complete the cache. Raises: DataError: no file could be used."""
-    assert prepared is not None, "rank 0 has prepared it"
     with _disk_errors(output):
-        rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
-        text = "".join(f"{row}\n" for row in rows)
-        with writing_new(output / SKIPPED) as path:
-            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        skipped = [{"file": str(one.file), "reason": one.reason} for one in result.skipped]
+        text = "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in skipped)
+        write_file(output, SKIPPED, text.encode("utf-8", "surrogateescape"))
         if result.encoded + result.stored == 0:
             raise DataError(
                 f"none of the {result.found} files could be used: {first_reasons(result.skipped)}. "
                 f"{output / SKIPPED} has all reasons"
             )
-        prepared.finish()
+        writer.finish(rows)
 
 
-def _skipped_row(one: Skipped) -> Mapping[str, str]:
-    return {"file": str(one.file), "reason": one.reason}
+_PIXELS = 192  # longer side of a thumbnail
+
+
+def draw_contact_sheet(decode: Callable[[Tensor], Tensor], cache: LatentCache, path: Path, count: int) -> None:
+    """Decode some samples, evenly spaced by id, and draw their middle frames: crops and colours as they are trained.
+
+    Args:
+        decode: returns pixels in [0, 1] of stored latents, both with a batch dim.
+        count: largest number of samples.
+    """
+    number = min(count, len(cache))
+    thumbnails = []
+    for i in range(number):
+        pixels = decode(cache.sample(i * len(cache) // number)["latents"][None])
+        frame = pixels if pixels.dim() == 4 else pixels[:, :, pixels.shape[2] // 2]
+        height, width = frame.shape[-2:]
+        scale = _PIXELS / max(height, width)
+        size = [max(1, round(side * scale)) for side in (height, width)]
+        small = F.interpolate(frame.cpu(), size=size, mode="bilinear", antialias=True).clamp(0, 1)
+        thumbnail = torch.ones(1, 3, _PIXELS, _PIXELS)
+        thumbnail[:, :, : size[0], : size[1]] = small
+        thumbnails.append(thumbnail)
+    write_png(tile(torch.cat(thumbnails), value_range=(0.0, 1.0)), path)

@@ -28,7 +28,6 @@ class PrecomputeSettings:
         tiling: encode in tiles, for media that are too large for the VAE at once. Seams can differ slightly.
         vae_ranks: number of ranks that encode one picture or clip together.
         workers: threads of each rank that read files.
-        shard_bytes: approximate size of a shard.
         on_bad: treatment of a file that cannot be used: skip, error.
         image_noise: add noise to the first frames that CogVideoX image to video is conditioned on.
         sheet: number of samples on the contact sheet; 0: none.
@@ -46,7 +45,6 @@ class PrecomputeSettings:
     tiling: bool = False
     vae_ranks: int = 1
     workers: int = 2
-    shard_bytes: int = 256_000_000
     on_bad: Literal["skip", "error"] = "skip"
     image_noise: bool = False
     sheet: int = 16

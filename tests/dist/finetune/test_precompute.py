@@ -76,8 +76,6 @@ def test_groups_encode_a_clip_together(wan: Path, tmp_path: Path, run_ranks: Ran
         assert [row.id for row in many.rows] == [row.id for row in one.rows]
         for i in range(3):
             torch.testing.assert_close(many.sample(i), one.sample(i), rtol=1e-4, atol=1e-5)
-        assert {len(str(one.shard)) for one in many.rows} == {len("media-00000-000000.safetensors")}
-        assert {row.shard.split("-")[1] for row in many.rows} <= {f"{rank:05d}" for rank in range(0, world, 2)}
 
 
 def _errors(rank: int, world: int, place: str, given: tuple[Any, ...]) -> tuple[str, str, int]:

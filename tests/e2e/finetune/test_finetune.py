@@ -216,7 +216,7 @@ def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
     given = ("data=folder", f"data.path={wan / 'media'}", "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4")
     finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
     assert len(finished.losses) == 2
-    assert (finished.folder / "latents" / "complete.json").is_file()
+    assert (finished.folder / "latents" / "contents.json").is_file()
 
 
 @pytest.mark.full

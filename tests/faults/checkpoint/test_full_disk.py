@@ -93,7 +93,7 @@ def _fills(name: str, folder: Path) -> None:
 
 def each_small_write_names_its_path(folder: Path) -> None:
     for name, (file, write) in WRITERS.items():
-        if name in ("shard", "manifest", "new file"):  # named by their callers
+        if name in ("manifest", "new file"):  # named by their callers
             continue
         (folder / name / file).parent.mkdir(parents=True)
         prepare(folder / name)

@@ -9,19 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
-from lightning_cp import locks
-from lightning_cp.errors import CacheError
-from lightning_cp.finetune.latent_cache import CacheWriter, prepare_cache
+from lightning_cp.finetune.latent_cache import LatentCache, prepare_cache
 from tests.harness import warm
-from tests.unit.finetune.latent_cache.made import add, check, index, make
+from tests.unit.finetune.latent_cache.made import CAPTIONS, add, check, index, make, write
 
 
 class _KilledError(BaseException):
@@ -33,17 +31,15 @@ class _Steps:
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
         self.count, self.at, self.error = 0, at, error
-        for name in ("rename", "fsync", "ftruncate", "write"):
-            patch.setattr(os, name, self._step(getattr(os, name)))
-        patch.setattr("lightning_cp.finetune.latent_cache.shards.save_file", self._step(save_file))
-        for name in ("unlink", "chmod"):
-            patch.setattr(Path, name, self._step(getattr(Path, name)))
+        for owner, names in ((os, ("rename", "fsync")), (Path, ("unlink", "write_bytes", "mkdir", "rename"))):
+            for name in names:
+                patch.setattr(owner, name, self._step(getattr(owner, name)))
 
     def _step(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def do(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            if self.count == self.at:
-                if real.__name__ == "write":
+            if (self.count >= self.at and isinstance(self.error, _KilledError)) or self.count == self.at:
+                if real.__name__ == "write_bytes" and self.count == self.at:
                     real(args[0], args[1][: len(args[1]) // 2])
                 raise self.error
             return real(*args, **kwargs)
@@ -55,129 +51,86 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-def _run_until_killed(folder: Path, at: int) -> int:
-    """Leave a cache as a process that is killed at a step leaves it. Returns: number of steps that were reached."""
-    prepared = None
-    with pytest.MonkeyPatch.context() as patch, suppress(_KilledError):
-        steps = _Steps(patch, at, _KilledError())
-        prepared = prepare_cache(folder, index())
-        writer = CacheWriter(folder, shard_bytes=300)
-        add(writer, range(5))
-        writer.close()
-        prepared.finish()
-    owner = folder / ".owner.json"
-    content = owner.read_bytes() if owner.exists() else b""
-    if prepared is not None:
-        prepared.release()
-        owner.write_bytes(content)
-    locks._close_in_child()  # the end of a process closes its files
-    return steps.count
-
-
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_at_any_step_is_continued(tmp_path: Path, resumed: bool) -> None:
-    """A run is killed at each step in turn; the next run completes the cache."""
+    """A run is killed at each step in turn: no later step is done. The next run completes the cache."""
     at, reached = 0, 0
-    while reached == at:
+    while reached >= at:
         at += 1
         folder = tmp_path / str(at)
         if resumed:
-            make(folder, 3)
-        reached = _run_until_killed(folder, at)
-        check(make(folder, 5), 5)
+            make(folder, 1)
+        with pytest.MonkeyPatch.context() as patch, suppress(_KilledError):
+            steps = _Steps(patch, at, _KilledError())
+            write(folder, [0], CAPTIONS[:3]).finish()
+        reached = steps.count
+        if (folder / "contents.json").exists():  # killed after the last file, or before any
+            check(LatentCache(folder), 1)
+        check(make(folder, 2), 2)
         shutil.rmtree(folder)
-    assert at > (15 if resumed else 30)
-
-
-def _run_until_full(folder: Path, at: int) -> tuple[int, str]:
-    """Write a cache; one step fails. Returns: number of steps that were reached, and the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        steps = _Steps(patch, at, full())
-        try:
-            with prepare_cache(folder, index()) as prepared:
-                with CacheWriter(folder, shard_bytes=300) as writer:
-                    add(writer, range(5))
-                prepared.finish()
-        except OSError as error:
-            return steps.count, f"{error.errno} {error}"
-    return steps.count, ""
+    assert at > (10 if resumed else 30)
 
 
 @pytest.mark.full
 def test_a_disk_that_is_full_at_any_step_is_one_error_and_a_cache_to_continue(tmp_path: Path) -> None:
     messages: list[str] = []
     for at in range(1, 1000):
-        count, message = _run_until_full(folder := tmp_path / str(at), at)
+        folder = tmp_path / str(at)
+        with pytest.MonkeyPatch.context() as patch:
+            steps = _Steps(patch, at, full())
+            try:
+                write(folder, range(5)).finish()
+            except OSError as error:
+                messages.append(f"{error.errno} {error}")
         check(make(folder, 5), 5)
         shutil.rmtree(folder)
-        if count < at:
+        if steps.count < at:
             break
-        messages.append(message)
     assert all(message.startswith(f"{errno.ENOSPC} ") for message in messages)
-    assert sum("could not be written: it needs" in message for message in messages) > 20
-
-
-def test_an_interrupt_in_the_middle_of_a_write_leaves_a_cache_to_continue(tmp_path: Path) -> None:
-    real, left = os.write, [1]
-
-    def write(descriptor: int, data: bytes) -> int:
-        if left and left.pop():
-            real(descriptor, data[: len(data) // 2])
-            raise KeyboardInterrupt
-        return real(descriptor, data)
-
-    def run() -> None:
-        with prepare_cache(tmp_path, index()), CacheWriter(tmp_path, shard_bytes=300) as writer:
-            patch.setattr(os, "write", write)
-            add(writer, range(5))
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        run()
-    assert list(tmp_path.glob("*.safetensors")) != []
-    check(make(tmp_path, 5), 5)
+    assert sum("could not be written: No space left" in message for message in messages) > 20
 
 
 def test_a_full_disk_is_named_and_what_was_stored_before_is_kept(tmp_path: Path) -> None:
-    with prepare_cache(tmp_path, index()):
-        writer = CacheWriter(tmp_path, shard_bytes=300)
-        add(writer, range(2))
-        with pytest.MonkeyPatch.context() as patch:
-            _Steps(patch, 2, full())
-            with pytest.raises(OSError, match="could not be written") as caught:
-                add(writer, range(2, 5))
-        pattern = rf"{tmp_path}/media-00000-000001.safetensors could not be written: it needs \d+ bytes, [\d.]+ MB are"
-        assert caught.match(pattern)
-        assert caught.value.errno == errno.ENOSPC
-        with pytest.raises(CacheError, match=r"an earlier write to .* failed: run precompute again to continue"):
-            writer.close()
-    with prepare_cache(tmp_path, index()), CacheWriter(tmp_path) as again:
-        assert list(again.done_ids()) == ["sample-0000", "sample-0001"]
+    writer = write(tmp_path, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full()))
+        with pytest.raises(OSError, match="could not be written") as caught:
+            add(writer, range(2, 5))
+    assert caught.match(rf"{tmp_path}/media/../\w+.safetensors could not be written: No space left .* free some space")
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert len(list(tmp_path.glob("media/*/*"))) == 2
     check(make(tmp_path, 5), 5)
 
 
 _LIMITED = (
     "import resource, sys, traceback; from tests.unit.finetune.latent_cache.made import *\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-    "for bytes in (300, 100_000):\n"
-    "    try:\n"
-    "        with prepare_cache(f'{sys.argv[1]}/{bytes}', index()) as prepared:\n"
-    "            with CacheWriter(prepared.folder, shard_bytes=bytes) as writer: add(writer, range(30))\n"
-    "    except OSError as error: print(error)"
+    "writer = write(sys.argv[1], range(30))\n"
+    "try: writer.finish()\n"
+    "except OSError as error: print(error)"
 )
 
 
 def test_a_file_that_cannot_grow_is_one_error(tmp_path: Path) -> None:
-    """The rows file meets the limit with shards of 300 bytes, in the middle of a line; otherwise the shard."""
-    command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
-    ended = warm.run(command, timeout=120)
-    assert len(ended.stdout.splitlines()) == 2, ended.stderr
-    assert ended.stdout.count("free some space, then run precompute again to continue") == 2
-    check(make(tmp_path / "300", 30), 30)
-    check(make(tmp_path / "100000", 30), 30)
+    ended = warm.run([sys.executable, "-c", _LIMITED, str(tmp_path)], timeout=120)
+    assert "contents.json could not be written: File too large" in ended.stdout, ended.stderr
+    assert "free some space, then run precompute again to continue" in ended.stdout
+    check(make(tmp_path, 30), 30)
+
+
+def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    old, new, others = tmp_path / f".tmp-{'0' * 32}", tmp_path / f".tmp-{'1' * 32}", tmp_path / "notes.txt"
+    for path in (old, new, others):
+        path.write_text("x")
+        os.utime(path, (time.time() - (0 if path == new else 4000),) * 2)
+    prepare_cache(tmp_path, index())
+    assert (old.exists(), new.exists(), others.exists()) == (False, True, True)
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
-def test_writers_that_are_killed_lose_and_double_nothing(tmp_path: Path, kills: int) -> None:
+def test_writers_that_are_killed_lose_and_double_nothing_and_three_runs_complete_it(tmp_path: Path, kills: int) -> None:
     command = [sys.executable, "-m", "tests.faults.finetune.latent_cache_kills", str(tmp_path / "cache"), str(kills)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -14,7 +14,7 @@ from lightning_cp import parallelize_pipeline
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, PeerMismatchError
 from lightning_cp.fabric import ContextParallelStrategy
-from lightning_cp.finetune.precompute.run_state import RankError
+from lightning_cp.finetune.precompute.ranks import RankError
 from lightning_cp.pipelines.serving.messages import Messages
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool

@@ -84,22 +84,19 @@ def here(tmp_path: Path) -> Path:
             "transformer/config.json": {"num_attention_heads": 4},
             "vae/config.json": {},
         },
-        "other_family": {"index.json": {"family": "flux"}, "complete.json": {"samples": 6}},
+        "other_family": {"index.json": {"family": "flux"}, "contents.json": {"media": [{"tokens": 12}]}},
         "other_vae": {
             "index.json": {"family": "wan", "settings": {"pipeline_files": {"vae": "0" * 32}}},
-            "complete.json": {"samples": 6},
+            "contents.json": {"media": [{"tokens": 12}]},
         },
         "cache": {
             "index.json": {},
-            "complete.json": {"samples": 6},
-            "rows-00000-media.jsonl": {"tokens": 12, "source": 'a "tokens": 1'},
-            "rows-00001-media.jsonl": {"tokens": 6, "source": 'a "repeats": 0', "repeats": 10},
-            "rows-00002-media.jsonl": {"tokens": 2, "repeats": 0},  # no longer in the data
+            "contents.json": {"media": [{"tokens": 12}] * 5 + [{"tokens": 6, "source": "validation"}]},
         },
+        "damaged": {"index.json": {}, "contents.json": {"media": [{"tokens": "12"}]}},
         "own_validation": {
             "index.json": {},
-            "complete.json": {"samples": 6},
-            "rows-00000-media.jsonl": {"tokens": 12, "repeats": 1, "use": "validation"},
+            "contents.json": {"media": [{"tokens": 12, "use": "validation"}] * 6},
         },
         "partial": {"index.json": {}},
         "media": {},
@@ -328,6 +325,7 @@ REFUSED = [
     ("data.path=HERE/none", "data.path=HERE/none does not exist"),
     ("data.path=HERE/media", "data.path=HERE/media is no latent cache: make one with lightning-cp precompute"),
     ("data.path=HERE/partial", "data.path=HERE/partial is not complete: run lightning-cp precompute again"),
+    ("data.path=HERE/damaged", "HERE/damaged/contents.json is damaged: run lightning-cp precompute again"),
     ("batch_size=3 strategy=cp data_parallel=2", "batch_size=3 is the global batch and must be a multiple of 2 groups"),
     ("model.pretrained=HERE/none", "model.pretrained=HERE/none must be a pipeline's folder"),
     ("model.pretrained=./some/pipe", "model.pretrained=./some/pipe must be a pipeline's folder, or the id of one"),
@@ -381,15 +379,15 @@ def test_sharded_bytes_are_refused_with_an_older_torch(here: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("folder", False), ("latents", True)])
-def test_the_mark_of_an_earlier_encoding_is_deleted_before_ranks_wait_for_it(
+def test_the_mark_of_an_earlier_encoding_is_renamed_before_ranks_wait_for_it(
     tmp_path: Path, kind: str, stays: bool
 ) -> None:
-    mark = tmp_path / "latents" / "complete.json"
+    mark = tmp_path / "latents" / "contents.json"
     mark.parent.mkdir()
     for _ in range(2):
         mark.write_text("{}")
         _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path), "data": {"kind": kind}}))
-        assert mark.exists() == stays
+        assert mark.exists() == stays != mark.with_name("previous.json").exists()
     _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path)}))
 
 

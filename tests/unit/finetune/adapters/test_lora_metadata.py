@@ -31,15 +31,15 @@ TEXTS = ["", "ohwx, a man, smiling", "ohwx, a man", "ohwx, private name", "ohwx,
 def cache(tmp_path: Path) -> LatentCache:
     """Five samples: two of the last caption are in the validation set and for prior preservation."""
     folder = tmp_path / "cache"
-    with prepare_cache(folder, index()) as prepared, CacheWriter(folder) as writer:
-        for text in TEXTS:
-            writer.add_text(text, {"prompt_embeds": torch.zeros(1, 5), "mask": torch.ones(2)})
-        for i in range(6):
-            changes: dict[str, Any] = {"captions": (caption_hash(TEXTS[1 + i % 4]),), "repeats": 1 + i}
-            changes["use"] = {4: "validation", 5: "prior"}.get(i, "train")
-            writer.add_media(row(i, **changes), media(i))
-        writer.flush()
-        prepared.finish()
+    prepare_cache(folder, index())
+    writer = CacheWriter(folder)
+    for text in TEXTS:
+        writer.add_text(text, {"prompt_embeds": torch.zeros(1, 5), "mask": torch.ones(2)})
+    for i in range(6):
+        changes: dict[str, Any] = {"captions": (caption_hash(TEXTS[1 + i % 4]),), "repeats": 1 + i}
+        changes["use"] = {4: "validation", 5: "prior"}.get(i, "train")
+        writer.add_media(row(i, **changes), media(i))
+    writer.finish()
     return LatentCache(folder)
 
 

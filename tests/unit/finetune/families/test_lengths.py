@@ -24,15 +24,15 @@ TEXTS = {"": 1, "a": 3, "b": 4, "c": 9}  # captions and numbers of their positio
 
 @pytest.fixture
 def cache(tmp_path: Path) -> LatentCache:
-    with prepare_cache(tmp_path / "cache", index()) as prepared:
-        with CacheWriter(prepared.folder) as writer:
-            for caption, length in TEXTS.items():
-                writer.add_text(caption, {"prompt_embeds": torch.ones(length, 2)})
-            for caption in list(TEXTS)[1:]:
-                row = MediaRow(caption, f"{caption}.png", "0", 1, 32, 64, 2, (caption_hash(caption),))
-                writer.add_media(row, {"latents": torch.zeros(4, 1, 4, 8), "latents_std": torch.ones(4, 1, 4, 8)})
-        prepared.finish()
-    return LatentCache(prepared.folder)
+    prepare_cache(tmp_path / "cache", index())
+    writer = CacheWriter(tmp_path / "cache")
+    for caption, length in TEXTS.items():
+        writer.add_text(caption, {"prompt_embeds": torch.ones(length, 2)})
+    for caption in list(TEXTS)[1:]:
+        row = MediaRow(caption, f"{caption}.png", "0", 1, 32, 64, 2, (caption_hash(caption),))
+        writer.add_media(row, {"latents": torch.zeros(4, 1, 4, 8), "latents_std": torch.ones(4, 1, 4, 8)})
+    writer.finish()
+    return LatentCache(writer.folder)
 
 
 def _shapes(data: LatentData) -> list[int]:

@@ -66,21 +66,29 @@ def bits(sample: Sample) -> dict[str, tuple[Any, ...]]:
 def add(writer: CacheWriter, samples: Iterable[int], captions: Iterable[str] = CAPTIONS) -> None:
     """Add what is not stored yet."""
     for caption in captions:
-        if caption_hash(caption) not in writer.done_texts():
+        if not writer.take_text(caption):
             writer.add_text(caption, text(caption))
     for i in samples:
-        if row(i).id not in writer.done_ids():
-            writer.add_media(row(i), media(i))
+        new = row(i)
+        changing = {name: getattr(new, name) for name in ("source", "captions", "repeats", "weight", "use")}
+        if not writer.take_media({"id": new.id, "source_hash": new.source_hash, **changing}):
+            writer.add_media(new, media(i))
 
 
-def make(folder: Path, count: int = 8, ranks: int = 1, shard_bytes: int = 300) -> LatentCache:
+def write(folder: Path, samples: Iterable[int] = range(8), captions: Iterable[str] = CAPTIONS) -> CacheWriter:
+    """Begin or continue a cache, and add what it does not have."""
+    prepare_cache(folder, index())
+    add(writer := CacheWriter(folder), samples, captions)
+    return writer
+
+
+def make(folder: Path, count: int = 8, ranks: int = 1) -> LatentCache:
     """Write a cache with all ranks, or complete it."""
-    with prepare_cache(folder, index()) as prepared:
-        writers = [CacheWriter(folder, rank=rank, shard_bytes=shard_bytes) for rank in range(ranks)]
-        for rank, writer in enumerate(writers):
-            with writer:
-                add(writer, range(rank, count, ranks), CAPTIONS[rank::ranks])
-        prepared.finish()
+    prepare_cache(folder, index())
+    writers = [CacheWriter(folder) for _ in range(ranks)]
+    for rank, writer in enumerate(writers):
+        add(writer, range(rank, count, ranks), CAPTIONS[rank::ranks])
+    writers[0].finish([row for writer in writers for row in writer.rows])
     return LatentCache(folder)
 
 
@@ -88,15 +96,13 @@ def check(cache: LatentCache, count: int) -> None:
     """Compare every sample and text with what was written."""
     assert [one.id for one in cache.rows] == [f"sample-{i:04d}" for i in range(count)]
     for i, stored in enumerate(cache.rows):
-        assert row(i, shard=stored.shard, number=stored.number) == stored
+        assert row(i, tensors=stored.tensors) == stored
         for k in range(2):
             expected = {**media(i), **text(CAPTIONS[1 + (i + k) % 6])}
             assert bits(cache.sample(i, caption=k)) == bits(expected)
-    for caption in CAPTIONS:
+    for caption in {"", *(CAPTIONS[1 + (i + k) % 6] for i in range(count) for k in range(2))}:
         assert cache.caption(caption_hash(caption)) == caption
         assert bits(cache.text(caption_hash(caption))) == bits(text(caption))
-    files = {path.name for path in cache.folder.iterdir()}
-    listed = {one.shard for one in cache.rows} | {one.shard for one in cache._contents.texts.values()}
-    rows = {name for name in files if name.startswith("rows-")}
-    assert files == listed | rows | {"index.json", "complete.json"}
+    files = {path.name for path in cache.folder.iterdir() if not path.name.startswith(".tmp-")}  # of killed writers
+    assert files == {"index.json", "contents.json", "media", "text"}
     cache.verify()

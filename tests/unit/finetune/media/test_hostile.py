@@ -16,7 +16,7 @@ from lightning_cp.errors import DataError, MediaError
 from lightning_cp.files import read_json, read_regular
 from lightning_cp.finetune.adapters.lora_file import read_lora
 from lightning_cp.finetune.media import Source, clips, decoder, find_sources, limits, probe, read_clip, read_image
-from lightning_cp.finetune.precompute.hashes import FileHashes
+from lightning_cp.finetune.precompute.loading import FileHashes
 from tests.unit.finetune.media.encode import grey_frames, write_video
 
 

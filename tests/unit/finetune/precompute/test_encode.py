@@ -17,10 +17,10 @@ from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, 
 from lightning_cp.families import family_for, load_family
 from lightning_cp.family_check import store
 from lightning_cp.files import open_regular
-from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash, folder
+from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash
 from lightning_cp.finetune.media.images import image_size, read_image
-from lightning_cp.finetune.precompute import hashes, loading
-from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute import loading
+from lightning_cp.finetune.precompute.run import draw_contact_sheet
 from lightning_cp.finetune.precompute.usable import usable
 from lightning_cp.media import Bucket, find_sources, load_media
 from tests.families.cases import CASES, made
@@ -73,7 +73,7 @@ def test_media_that_fit_no_size_are_skipped_before_captions_are_encoded(flux: Pa
     assert (result.found, result.encoded, result.captions) == (5, 4, 6)  # with the empty caption
     with pytest.raises(MediaError, match=r"c\.tiff: is too small"):
         encoded(flux, data, tmp_path / "strict", {**settings, "on_bad": "error"})
-    assert not list((tmp_path / "strict").glob("*.safetensors"))
+    assert not (tmp_path / "strict").exists()
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ def test_a_second_run_stores_nothing_and_new_files_are_added(flux: Path, tmp_pat
     data, out = pictures(tmp_path / "data", 4), tmp_path / "out"
     encoded(flux, data, out, PICTURES)
     first = contents(out)
-    files = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    files = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
     again = encoded(flux, data, out, {**PICTURES, "sizes": ((24, 16), (16, 24)), "frames": None})
     assert (again.found, again.encoded, again.stored) == (4, 0, 4)
-    assert {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")} == files
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")} == files
     pictures(data, 6)
     for i in range(4):  # rewritten with the same contents
         os.utime(data / f"p{i}.png")
@@ -261,8 +261,8 @@ def test_a_cache_without_samples_takes_other_settings(flux: Path, tmp_path: Path
 
 def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: Path, tmp_path: Path) -> None:
     data, out = pictures(tmp_path / "data", 6), tmp_path / "out"
-    encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
-    first, shards = contents(out), {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    encoded(flux, data, out, PICTURES)
+    first, files = contents(out), {path: path.read_bytes() for path in out.rglob("*.safetensors")}
     reader = LatentCache(out)
     before = [bits(reader.sample(i)) for i in range(6)]
     Image.fromarray(pixels(77, 48, 32)).save(data / "p2.png")
@@ -276,7 +276,7 @@ def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: 
     assert contents(out) == contents(tmp_path / "new") != first
     assert len(LatentData(LatentCache(out))) == 4
     assert [bits(reader.sample(i)) for i in range(6)] == before  # opened before the change
-    assert {name: (out / name).read_bytes() for name in shards} == shards
+    assert {path: path.read_bytes() for path in files} == files
     pictures(data, 6)
     done = encoded(flux, data, out, PICTURES)  # the old files are back
     assert (done.encoded, done.stored, done.changed, done.dropped) == (0, 6, 0, 0)
@@ -286,41 +286,6 @@ def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: 
     (other / "p0.txt").rename(other / "q0.txt")
     assert encoded(flux, other, out, PICTURES).dropped == 6
     assert encoded(flux, data, out, PICTURES).stored == 6  # another folder by mistake loses nothing
-
-
-@pytest.mark.parametrize("kill", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_while_it_compares_is_continued(kill: int, flux: Path, tmp_path: Path) -> None:
-    """One picture changes and another one gets its old contents back, in different rows files."""
-    data, out = pictures(tmp_path / "data", 2), tmp_path / "out"
-    encoded(flux, data, out, PICTURES)
-    Image.fromarray(pixels(77, 48, 32)).save(data / "p0.png")
-    encoded(flux, data, out, PICTURES)
-    rows = out / "rows-00000-media.jsonl"
-    lines = rows.read_text().splitlines(keepends=True)
-    shard = json.loads(lines[-1])["shard"]
-    moved = [line.replace(shard, "media-00001-000000.safetensors") for line in lines[-2:]]
-    rows.write_text("".join(lines[:-2]))
-    (out / "rows-00001-media.jsonl").write_text("".join(moved))
-    (out / shard).rename(out / "media-00001-000000.safetensors")
-    pictures(data, 2)
-    Image.fromarray(pixels(79, 32, 48)).save(data / "p1.png")
-    replaced = folder.replace_file
-
-    def stops(path: Path, content: bytes) -> None:
-        nonlocal kill
-        kill -= 1
-        if not kill:
-            raise KeyboardInterrupt
-        replaced(path, content)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "replace_file", stops)
-        with pytest.raises(KeyboardInterrupt):
-            encoded(flux, data, out, PICTURES)
-    done = encoded(flux, data, out, PICTURES)
-    assert (done.encoded, done.stored, done.changed) == (1, 1, 1)
-    encoded(flux, data, tmp_path / "new", PICTURES)
-    assert contents(out) == contents(tmp_path / "new")
 
 
 def test_a_changed_reference_is_encoded_again(tmp_path: Path) -> None:
@@ -381,7 +346,7 @@ def test_a_video_never_becomes_a_picture_silently(flux: Path, wan: Path, tmp_pat
 def test_all_clips_of_a_video_are_cut_and_it_is_hashed_once(wan: Path, tmp_path: Path, monkeypatch: Any) -> None:
     data = clips(tmp_path / "data", 1, frames=17)
     read: list[Path] = []
-    monkeypatch.setattr(hashes, "open_regular", lambda file: read.append(file) or open_regular(file))
+    monkeypatch.setattr(loading, "open_regular", lambda file: read.append(file) or open_regular(file))
     done = encoded(wan, data, tmp_path / "out", {**CLIPS, "clips": "all"})
     assert done.encoded == 3
     assert read.count(data / "v0.mp4") == 1
@@ -428,22 +393,22 @@ def test_a_full_disk_is_one_clear_error_and_the_next_run_continues(
 ) -> None:
     data, out, plain = pictures(tmp_path / "data"), tmp_path / "out", tmp_path / "plain"
     encoded(flux, data, plain, PICTURES)
-    from lightning_cp.finetune.latent_cache import writer
+    from lightning_cp.finetune.latent_cache import store as files
 
-    write, written = writer.write_shard, []
+    flush, written = files.flush, []
 
-    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
-        written.append(path.name)
-        if len(written) == 4:
+    def fails(path: Path) -> None:
+        written.append(path)
+        if len(written) == 10:  # the index, six texts, and two pictures are written
             raise OSError(28, "No space left on device")
-        return write(path, *args, **kwargs)
+        flush(path)
 
-    monkeypatch.setattr(writer, "write_shard", fails)
-    with pytest.raises(CacheError, match=r"No space left on device.*free some space, then run precompute again"):
-        encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
-    monkeypatch.setattr(writer, "write_shard", write)
-    done = encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
-    assert done.encoded + done.stored == 7
+    monkeypatch.setattr(files, "flush", fails)
+    with pytest.raises(CacheError, match=r"media/\w\w/\w+\.safetensors .* No space left on device.*free some space"):
+        encoded(flux, data, out, PICTURES)
+    monkeypatch.setattr(files, "flush", flush)
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.encoded, done.stored, done.encoded_captions) == (5, 2, 0)
     assert contents(out) == contents(plain)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_cp.errors import FamilyError, StaleCacheError
 from lightning_cp.finetune.families.encode import latent_mode
-from lightning_cp.finetune.precompute.image_noise import noised_frame
+from lightning_cp.finetune.precompute.encode import noised_frame
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.media import Bucket, find_sources, load_media
 from tests.families.cases import CASES, made
