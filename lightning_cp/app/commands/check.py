@@ -6,8 +6,8 @@ docs/plans.md explains the steps. `--help` lists the settings. Exit code 1 if so
 """
 
 import importlib
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,31 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.command import command
-from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.app.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.app.terminal import print_error, rich_text
-from lightning_cp.checkpoint.folder import temporary_folder
-from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
-from lightning_cp.launch.rendezvous import init_process_group
 
 
-@reads_settings
-def check_modes(config: DictConfig) -> None:
-    """Check every mode on every rank; rank 0 writes a line per mode."""
-    import torch.distributed as dist
+@on_ranks
+def check_modes(config: DictConfig) -> Iterator[dict[str, Any]]:
+    """Check every mode on every rank, one row each."""
+    from torch.distributed import get_world_size
 
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.engine import check_plan
 
-    init_process_group("gloo")
-    n = dist.get_world_size()
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
     plan = None if config.plan is None else _load(config.plan, "plan")
-    for name, chosen in modes(n).items():
+    for name, chosen in modes(get_world_size()).items():
         result = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
-        if dist.get_rank() == 0:
-            row = {
-                "mode": name,
-                "model": type(module).__name__,
-                "output": result.output_error,
-                "gradient": result.gradient_error,
-                "passed": result.passed,
-                "text": str(result),
-            }
-            with Path(config.result).open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(row)}\n")
+        yield {
+            "mode": name,
+            "model": type(module).__name__,
+            "output": result.output_error,
+            "gradient": result.gradient_error,
+            "passed": result.passed,
+            "text": str(result),
+        }
 
 
 def _load(location: str, name: str) -> Any:
@@ -83,17 +75,12 @@ def run(config: DictConfig) -> int:
         print_error(problem)
         return 2
     absolute = {key: str(Path(config[key]).resolve()) for key in ("model", "plan") if str(config[key]).endswith(".py")}
-    with temporary_folder() as folder:
-        result, settings = folder / "result.jsonl", folder / "settings.yaml"
-        OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
-        job = Job(f"{__name__}:check_modes", settings, config.ranks, folder / "logs", threads=1)
-        result_of_job = LocalLauncher(limit_s=config.limit_s).launch(job)
-        rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
+    rows, result = run_on_ranks(check_modes, {**config, **absolute}, config.ranks, limit_s=config.limit_s)
     if rows:
         _show(rows, config)
-    if result_of_job.failure is not None:
-        print_error(result_of_job.failure.describe())
-        return result_of_job.exit_code
+    if result.failure is not None:
+        print_error(result.failure.describe())
+        return result.exit_code
     return 0 if all(row["passed"] for row in rows) else 1
 
 

@@ -5,10 +5,9 @@
 docs/families.md explains the four proofs. `--help` lists the settings. The exit code is 1 if a proof fails.
 """
 
-import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,33 +15,27 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.command import command
-from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.app.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.app.terminal import print_error, rich_text
-from lightning_cp.checkpoint.folder import temporary_folder
-from lightning_cp.launch import Job, LocalLauncher
-from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.pipeline_folder import check_source
 
 _DTYPES = ("float32", "bfloat16")
 
 
-@reads_settings
-def topology(config: DictConfig) -> None:
-    """Run the topology proof on every rank; rank 0 writes the result."""
-    import torch.distributed as dist
+@on_ranks
+def topology(config: DictConfig) -> Iterator[dict[str, Any]]:
+    """Run the topology proof on every rank. The row is the worst proof of a model."""
+    from torch.distributed import get_world_size
 
     from lightning_cp.config import ContextParallelConfig
     from lightning_cp.finetune.families import collate
     from lightning_cp.finetune.family_check import store, topology_proof, training_models
 
-    init_process_group("gloo")
     pipe, family, media = _prepare(config)
     stored = collate(store(family, pipe, list(config.captions), media), family.text)
-    ring = ContextParallelConfig(ring_degree=dist.get_world_size())
+    ring = ContextParallelConfig(ring_degree=get_world_size())
     proofs = [topology_proof(x, family, stored, ring) for x in training_models(pipe, family)]
-    if dist.get_rank() == 0:
-        worst = max(proofs, key=lambda proof: proof.error)
-        Path(config.result).write_text(json.dumps(asdict(worst)), encoding="utf-8")
+    yield asdict(max(proofs, key=lambda proof: proof.error))
 
 
 def run(config: DictConfig) -> int:
@@ -62,15 +55,11 @@ def run(config: DictConfig) -> int:
     proofs, name = list(report.proofs), f"{report.pipeline}: family {report.family}"
     del pipe
     if config.ranks > 1:
-        with temporary_folder() as folder:
-            result, settings = folder / "result.json", folder / "settings.yaml"
-            OmegaConf.save({**config, "result": str(result)}, settings)
-            job = Job(f"{__name__}:topology", settings, config.ranks, folder / "logs")
-            done = LocalLauncher(limit_s=config.limit_s).launch(job)
-            if done.failure is not None:
-                print_error(done.failure.describe())
-                return done.exit_code
-            proofs.append(Proof(**json.loads(result.read_text(encoding="utf-8"))))
+        rows, result = run_on_ranks(topology, config, config.ranks, limit_s=config.limit_s, threads=0)
+        if result.failure is not None:
+            print_error(result.failure.describe())
+            return result.exit_code
+        proofs += [Proof(**row) for row in rows]
     _show(name, proofs)
     return 0 if all(proof.passed for proof in proofs) else 1
 

@@ -8,32 +8,27 @@ unchanged. An entry is the largest error relative to one process's largest value
 
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_cp.app.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.app.terminal import print_error
-from lightning_cp.checkpoint.folder import temporary_folder
-from lightning_cp.launch import Job, LocalLauncher
-from lightning_cp.launch.rendezvous import init_process_group
 
 RANKS = 3
 HEADS, HEAD_DIM = 6, 8
 
 
-def compare_with_diffusers(_: Path) -> None:
-    """Compare on every rank; rank 0 prints."""
+@on_ranks
+def compare_with_diffusers(_: object) -> Iterator[tuple[str, str, str]]:
+    """Compare on every rank; the rows are the table's, with its head."""
     import warnings
 
     import diffusers
-    import torch.distributed as dist
 
     from lightning_cp.plans import REGISTERED
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
     diffusers.logging.set_verbosity_error()
-    init_process_group("gloo")
-    rank = dist.get_rank()
     even, uneven = [16] * RANKS, [17, 16, 14]
     uneven_ulysses = {"ulysses": RANKS, "anything": "ulysses_anything"}
     rows = [
@@ -50,15 +45,12 @@ def compare_with_diffusers(_: Path) -> None:
         ("ring, causal, gradients", {"lengths": even, "ring": RANKS, "causal": True}),
         ("ring, 2 key heads for 6, gradients", {"lengths": even, "ring": RANKS, "kv_heads": 2}),
     ]
-    table = [(name, _describe(_diffusers, case), _describe(_lightning_cp, case)) for name, case in rows]
-    table.append(("a model on CPU", _describe(_model_on_cpu, {}), "works"))
+    yield f"{RANKS} ranks, float64", f"diffusers {diffusers.__version__}", "lightning_cp"
+    for name, case in rows:
+        yield name, _describe(_diffusers, case), _describe(_lightning_cp, case)
+    yield "a model on CPU", _describe(_model_on_cpu, {}), "works"
     plans = [getattr(getattr(diffusers, name), "_cp_plan", None) for name in dir(diffusers) if "Transformer" in name]
-    table.append(("model classes with a plan", str(sum(plan is not None for plan in plans)), str(len(REGISTERED))))
-    dist.destroy_process_group()
-    if rank == 0:
-        print(f"| {RANKS} ranks, float64 | diffusers {diffusers.__version__} | lightning_cp |\n|---|---|---|")
-        for row in table:
-            print(f"| {' | '.join(row)} |")
+    yield "model classes with a plan", str(sum(plan is not None for plan in plans)), str(len(REGISTERED))
 
 
 def _describe(measured: Callable[..., float], case: dict[str, Any]) -> str:
@@ -146,11 +138,9 @@ def main() -> int:
         return 2
     # Where diffusers raises, it leaves collectives without a wait; torch would warn of them when the ranks end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with temporary_folder() as folder:
-        settings = folder / "settings.yaml"
-        settings.write_text("{}")
-        target = f"{__name__}:compare_with_diffusers"
-        result = LocalLauncher().launch(Job(target, settings, RANKS, folder / "logs", threads=1))
+    rows, result = run_on_ranks(compare_with_diffusers, {}, RANKS, limit_s=1800)
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    print("\n".join([*lines[:1], "|---|---|---|", *lines[1:]]))
     if result.failure is not None:
         print_error(result.failure.describe())
     return result.exit_code

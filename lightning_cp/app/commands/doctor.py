@@ -12,21 +12,17 @@ import os
 import platform
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from lightning_cp.app import terminal
+from lightning_cp.app.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
-from lightning_cp.checkpoint.folder import temporary_folder
-from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
-from lightning_cp.launch.rendezvous import init_process_group
+from lightning_cp.launch import FailureKind, Machine, launcher_env
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "peft")
 WORLDS = (2, 3)
@@ -36,23 +32,19 @@ PROBLEM, BAD_ARGUMENT, TIMED_OUT = 1, 2, 3  # exit codes
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
-@reads_settings
-def try_modes(config: DictConfig) -> None:
-    """Run each mode forward and backward on every rank; rank 0 writes errors and milliseconds."""
-    import json
-
+@on_ranks
+def try_modes(_: object) -> Iterator[tuple[str, float, float]]:
+    """Run each mode forward and backward on every rank. A row: name, largest error and seconds."""
     import torch
     import torch.distributed as dist
 
     from lightning_cp.app.benchmark.subject import modes
     from lightning_cp.attention import context_parallel_attention
 
-    init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     full = [torch.randn(2, 64 * world + 5, 6, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
     expected = _forward_backward(torch.nn.functional.scaled_dot_product_attention, full, transposed=True)
-    results = {}
     for name, settings in modes(world).items():
 
         def attend(q: Any, k: Any, v: Any, settings: Any = settings) -> Any:
@@ -68,9 +60,7 @@ def try_modes(config: DictConfig) -> None:
         errors = [float((a - torch.tensor_split(b, world, dim=1)[rank]).abs().max()) for a, b in pairs]
         worst = torch.tensor([max(errors), elapsed], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        results[name] = worst.tolist()
-    if rank == 0:
-        Path(config.result).write_text(json.dumps(results))
+        yield name, float(worst[0]), float(worst[1])
 
 
 def _forward_backward(attend: Any, tensors: list[Any], *, transposed: bool) -> list[Any]:
@@ -134,30 +124,22 @@ def self_test(console: Console, timeout_s: int) -> tuple[list[str], list[int]]:
     Args: timeout_s: time limit in seconds for each number of ranks.
     Returns: the failures, and the numbers of ranks that did not finish in time.
     """
-    import json
-
     table = Table(title="attention, forward and backward, float64 on CPU", title_justify="left")
     for name in ("ranks", "mode", "largest error", "milliseconds", ""):
         table.add_column(name)
     problems, timed_out = [], []
     for world in WORLDS:
-        with temporary_folder() as folder:
-            result, settings = folder / "result.json", folder / "settings.yaml"
-            # Longer than the launcher's limit: a time-out of a collective would be reported as a problem.
-            OmegaConf.save({"result": str(result), "timeout": 2 * timeout_s + 60}, settings)
-            job = Job(f"{__name__}:try_modes", settings, world, folder / "logs", threads=1)
-            outcome = LocalLauncher(limit_s=timeout_s).launch(job)
-            results = json.loads(result.read_text()) if result.is_file() else {}
+        rows, outcome = run_on_ranks(try_modes, {}, world, limit_s=timeout_s)
         if outcome.was_stopped:
             sys.exit(outcome.exit_code)
         if outcome.failure is not None and outcome.failure.kind is FailureKind.TIMEOUT:
             timed_out.append(world)
             table.add_row(str(world), "all", "–", "–", "[yellow]not done")
-        elif outcome.failure is not None or not results:
+        elif outcome.failure is not None or not rows:
             message = "no results were written" if outcome.failure is None else outcome.failure.message
             problems.append(f"{world} ranks: {message}")
             table.add_row(str(world), "all", "–", "–", "[red]failed")
-        for name, (error, seconds) in results.items():
+        for name, error, seconds in rows:
             exact = error < TOLERANCE
             verdict = "[green]exact" if exact else "[red]wrong"
             table.add_row(str(world), name, f"{error:.0e}", f"{seconds * 1000:.0f}", verdict)
