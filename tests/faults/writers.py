@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_cp.app.benchmark.gpu.page import write_page
-from lightning_cp.app.benchmark.gpu.results import StageResult, write_results
+from lightning_cp.app.benchmark.gpu.results import Result, write_results
 from lightning_cp.app.benchmark.plots import draw_data
 from lightning_cp.app.benchmark.report import write_csv
 from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
@@ -101,7 +101,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
     "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),
     "plot of a benchmark": ("bench.png", lambda folder: draw_data(_DATA, folder / "bench.png")),
-    "results": ("r.json.partial", lambda folder: write_results({"a": StageResult({})}, folder / "r.json")),
+    "results": ("r.json.partial", lambda folder: write_results({"a": {"b": Result()}}, folder / "r.json")),
     "page": ("gpu.md", lambda folder: write_page({}, [], folder, device="cpu")),
     "new file": ("x", lambda folder: new_file(folder / "x").write_text(TEXT)),
     "named file": ("x", lambda folder: _written(folder / "x")),

@@ -92,7 +92,9 @@ def measure_all(config: DictConfig) -> None:
 def check_benchmark(config: DictConfig) -> str:
     """Describe what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
-        return check_stages(config)
+        from lightning_cp.app.benchmark.gpu.run import check_settings
+
+        return check_settings(config)
     if "long_clips" in config:
         from lightning_cp.app.benchmark.long_clips.run import check_long_clips
 
@@ -128,54 +130,6 @@ def check_benchmark(config: DictConfig) -> str:
     return ""
 
 
-def check_stages(config: DictConfig) -> str:
-    """Check the settings of bench=gpu. Returns: what is wrong; "" if nothing is."""
-    from lightning_cp.app.benchmark.gpu.stage import STAGES
-
-    unknown = [name for name in config.stages if name not in STAGES]
-    if unknown or not config.stages:
-        return f"stages={list(config.stages)} is not valid: must be some of {', '.join(STAGES)}"
-    if config.device not in ("cpu", "cuda"):
-        return f"device={config.device} is not valid: must be cpu or cuda"
-    for name in ("stage_s", "total_s"):
-        if not isinstance(config[name], (int, float)) or not config[name] > 0:
-            return f"{name}={config[name]}: must be a number of seconds above 0"
-    if config.device == "cuda" and not Machine.this().gpus:
-        return "device=cuda needs a GPU, but there is none here; bench=gpu_on_cpu runs the same stages on CPU"
-    return ""
-
-
-def run_gpu_stages(config: DictConfig, folder: Path) -> None:
-    """Run the stages of bench=gpu that have no result in `folder`, and write the page.
-
-    Exits with 1 if a goal is missed, a stage failed, or a stage was not started.
-    """
-    from lightning_cp.app.benchmark.gpu.page import write_page
-    from lightning_cp.app.benchmark.gpu.runner import run_stages
-
-    try:
-        results = run_stages(config, folder, print)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    written = write_page(results, config.stages, folder, device=config.device)
-    print(", ".join(str(path) for path in written))
-    if config.page is not None:
-        page = Path(config.page)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        for path in written:
-            with writing_new(page if path.suffix == ".md" else page.with_name(path.name)) as copy:
-                copy.write_bytes(path.read_bytes())
-    missed = [check for stage_result in results.values() for check in stage_result.checks if check.passed is False]
-    failed = [name for name in config.stages if name in results and results[name].error]
-    not_run = [name for name in config.stages if name not in results]
-    for check in missed:
-        print(f"goal missed: {check.name}: {check.value}, goal {check.goal}")
-    if not_run:
-        print(f"not run: {', '.join(not_run)}; to run them, use hydra.run.dir={folder} again")
-    if missed or failed or not_run:
-        sys.exit(1)
-
-
 def _real_workloads(config: DictConfig) -> list[str]:
     """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
     return [x for x in config.workloads if x not in ONE_PROCESS]
@@ -193,7 +147,9 @@ def main(config: DictConfig) -> None:
         sys.exit(f"error: {problem}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
     if "stages" in config:
-        run_gpu_stages(config, folder)
+        from lightning_cp.app.benchmark.gpu.run import run
+
+        run(config, folder)
         return
     if "long_clips" in config:
         from lightning_cp.app.benchmark.long_clips.run import run_long_clips

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cp.app.benchmark.gpu.page import errors_of
+from lightning_cp.app.benchmark.gpu.results import read_results
+from lightning_cp.app.benchmark.gpu.run import STAGES
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
 
@@ -139,24 +142,6 @@ def test_sparse_masks_are_measured_in_one_process_and_on_ranks(tmp_path: Path) -
     assert "| frames, blocks of 32 | 0.53 |" in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.full
-def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
-    first = _gpu_stages(tmp_path, "stages=[errors]")
-    assert first.returncode == 0, first.stderr
-    second = _gpu_stages(tmp_path, "stages=[errors,merge]", "stage_s=0.5")
-    assert "errors: result of an earlier run" in second.stdout
-    assert "merge: ended after its limit" in second.stdout
-    assert second.returncode == 1, "a stage that did not finish is an error"
-    given = ("errors.tokens=32", "total_s=400", "stage_s=150", f"page={tmp_path / 'docs' / 'one.md'}")
-    third = _gpu_stages(tmp_path, "stages=[errors,merge]", *given)
-    assert "errors: done" in third.stdout, "with other settings it runs again"
-    assert "merge: done" in third.stdout, "after an error it runs again"
-    page = (tmp_path / "gpu.md").read_text()
-    assert page == (tmp_path / "docs" / "one.md").read_text()
-    assert "A rehearsal on CPU" in page
-    assert "| flash | float64 |" in page
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -171,47 +156,26 @@ def test_wrong_settings_of_the_stages_are_one_error(given: str, said: str, tmp_p
     assert said in done.stderr
 
 
-def test_a_results_file_that_is_none_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{}[")
-    done = _gpu_stages(tmp_path, "stages=[errors]")
-    assert done.returncode == 1
-    assert "results.json is not a results file of this benchmark" in done.stderr
-
-
 @pytest.mark.full
 def test_the_memory_formula_holds_in_bfloat16(tmp_path: Path) -> None:
     """The CPU's kernel and merge have a workspace there, without which the formula is up to a third too low."""
     done = _gpu_stages(tmp_path, "stages=[memory]", "attention.dtype=bfloat16", "memory.tokens=4096")
     assert done.returncode == 0, done.stdout + done.stderr
-    checks = json.loads((tmp_path / "results.json").read_text())["memory"]["checks"]
-    assert len(checks) == 6
-    assert all(0.5 < float(check["value"]) <= 1.1 for check in checks)
+    results = read_results(tmp_path / "results.json")["memory"]
+    ratios = [float(check.value) for result in results.values() for check in result.checks]
+    assert len(ratios) == 6
+    assert all(0.5 < ratio <= 1.1 for ratio in ratios)
 
 
 @pytest.mark.full
 def test_every_stage_for_a_gpu_runs_on_cpu(tmp_path: Path) -> None:
-    done = _gpu_stages(tmp_path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert list(results) == [
-        "tests",
-        "errors",
-        "merge",
-        "one_rank",
-        "memory",
-        "host",
-        "transformer",
-        "long_context",
-        "main_job",
-    ]
-    assert not any(found["error"] for found in results.values()), done.stdout
-    goals = [check for found in results.values() for check in found["checks"] if check["passed"] is not None]
-    assert [check["name"] for check in goals if not check["passed"]] == []
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "gpu.md",
-        "gpu_memory.png",
-        "gpu_one_rank.png",
-        "gpu_one_rank_forward.png",
-        "results.json",
-        "log.txt",
-        ".lock",
-    }
+    done = _gpu_stages(tmp_path, f"page={tmp_path / 'docs' / 'one.md'}")
+    results = read_results(tmp_path / "results.json")
+    assert list(results) == STAGES
+    assert not any(errors_of(items) for items in results.values()), done.stdout
+    assert "goal missed" not in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"docs", "gpu.md", "results.json", "log.txt", ".lock"}
+    page = (tmp_path / "gpu.md").read_text()
+    assert page == (tmp_path / "docs" / "one.md").read_text()
+    assert "A rehearsal on CPU" in page
+    assert "| flash | float64 |" in page

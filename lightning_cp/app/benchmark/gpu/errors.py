@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import dtype_name
 from lightning_cp.kernels import Kernel, PartialAttentionGrad, attend, attend_backward, choice
 
@@ -39,7 +39,7 @@ def kernel_errors(config: DictConfig) -> Iterator[Measurement]:
                 yield f"{kernel.name}, {dtype_name(dtype)}", measure
 
 
-def _all_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device, tokens: int, result: StageResult) -> None:
+def _all_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device, tokens: int, result: Result) -> None:
     """Add one row, and one check for each case that the kernel does not refuse."""
     limit = ERROR_LIMITS[dtype]
     row = [kernel.name, dtype_name(dtype)]
@@ -56,7 +56,7 @@ def _all_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device, tokens:
             row.append(error)
         else:
             row.append(f"{error:.1e}")
-            result.checks.append(Check(f"{name}: error", f"{error:.1e}", f"≤ {limit:.0e}", error <= limit))
+            result.add_check(f"{name}: error", error, limit, "{:.1e}")
     result.add_row(_TITLE, ["kernel", "dtype", *_CASES], row)
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import passes_in_turn
 from lightning_cp.app.benchmark.subject import modes, parallel
 from lightning_cp.attention import context_parallel_attention
@@ -43,7 +43,7 @@ def host_times(config: DictConfig) -> Iterator[Measurement]:
         yield f"compiled block, {ranks} ranks", functools.partial(_measure_block, config, ranks, True)
 
 
-def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> None:
+def _measure_attention(config: DictConfig, ranks: int, result: Result) -> None:
     settings, device = config.host, torch.device(config.device)
     shape = (1, settings.tokens, settings.heads, settings.head_dim)
     dtype, lengths = getattr(torch, config.attention.dtype), [settings.tokens] * ranks
@@ -73,11 +73,10 @@ def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> N
         for which, seconds, peer in zip(_PASSES, times, times_by_mode[_PEER], strict=True):
             goal = GOALS.get((name, ranks, which))
             if goal is not None:
-                title = f"{name}, {ranks} ranks, {which}: host time over {_PEER}"
-                result.checks.append(Check(title, f"{seconds / peer:.2f}", f"≤ {goal}", seconds / peer <= goal))
+                result.add_check(f"{name}, {ranks} ranks, {which}: host time over {_PEER}", seconds / peer, goal)
 
 
-def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: StageResult) -> None:
+def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Result) -> None:
     """Measure a block as the difference of two models, so that what a forward does once does not count."""
     settings, device = config.host, torch.device(config.device)
     few, many = 1, 1 + settings.blocks
@@ -145,7 +144,7 @@ def _times(
     return {name: [times.host_s for times in each] for name, each in measured.items()}
 
 
-def _add_rows(title: str, times_by_mode: Mapping[str, list[float]], result: StageResult) -> None:
+def _add_rows(title: str, times_by_mode: Mapping[str, list[float]], result: Result) -> None:
     columns = ["mode", *(f"{which}, {unit}" for which in _PASSES for unit in ("µs", f"× {_PEER}"))]
     for name, times in times_by_mode.items():
         cells = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import peak_bytes
 from lightning_cp.app.benchmark.subject import modes
 from lightning_cp.attention import context_parallel_attention, gathered
@@ -63,7 +63,7 @@ def peak_memory(config: DictConfig) -> Iterator[Measurement]:
         yield name, functools.partial(_measure_mode, config, name)
 
 
-def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
+def _measure_mode(config: DictConfig, name: str, result: Result) -> None:
     device, settings, attention = torch.device(config.device), config.memory, config.attention
     dtype = getattr(torch, attention.dtype)
     key_bytes = 2 * attention.batch * settings.tokens * attention.heads * attention.head_dim * dtype.itemsize
@@ -88,9 +88,7 @@ def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
             expected = units[index] * sizes.unit + workspaces[index]
             share = peak / expected
             cells = [f"{workspaces[index] / 1e6:,.1f}", f"{expected / 1e6:,.1f}", f"{share:.2f}"]
-            title = f"{name}, {passes}: peak memory over the formula"
-            passed = share <= MEMORY_TOLERANCE
-            result.checks.append(Check(title, f"{share:.2f}", f"≤ {MEMORY_TOLERANCE}", passed))
+            result.add_check(f"{name}, {passes}: peak memory over the formula", share, MEMORY_TOLERANCE)
         result.add_row(
             f"Peak memory of a rank of {settings.ranks}, {settings.tokens:,} tokens",
             ["mode", "pass", "peak MB", "workspace MB", "formula MB", "share"],

@@ -1,21 +1,20 @@
-"""Results of one stage: checks against a goal, tables, and which measurements are done."""
+"""What the measurements of one GPU report: checks against a goal, and rows of tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lightning_cp.files import writing_new
 
-CUT_OFF = "cut off"  # the error of a stage while it runs
+CUT_OFF = "cut off"  # the error of a measurement while it runs
 
 
-@dataclass(frozen=True)
-class Check:
-    """One measured value and the goal it must meet.
+class Check(NamedTuple):
+    """A measured value and its goal.
 
     Attributes:
         name: name of the measured quantity.
@@ -30,98 +29,53 @@ class Check:
     passed: bool | None = None
 
 
-@dataclass(frozen=True)
-class ResultTable:
-    """A table of the page: a title, the column names, and the cells row by row."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
 @dataclass
-class StageResult:
-    """Everything that one stage reports.
+class Result:
+    """What one measurement or test reports.
 
     Attributes:
-        settings: settings of the run; with other settings the stage runs again.
-        seconds: wall-clock time, of all runs of the stage.
-        error: reason why the stage did not finish; "" if it did.
-        rows: rows of `bench.csv`, for the plots.
-        values: numbers that a later measurement of the stage reads.
-        finished: names of the measurements that are done. An interrupted stage continues after them.
-        failed: error by measurement that ended the process. These run again in the next run, not in this one.
-        started: current measurement; "" if there is none.
+        rows: rows of tables: the title of the table, its columns, the cells.
+        values: numbers that a later measurement of the stage reads; at first, those of the earlier ones.
+        error: why it failed; "" if it did not. It runs again in the next run.
+        seconds: wall-clock time.
+        settings: digest of what the result depends on; with other settings it is measured again.
     """
 
-    settings: dict[str, Any]
-    seconds: float = 0.0
-    error: str = ""
     checks: list[Check] = field(default_factory=list)
-    tables: list[ResultTable] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[tuple[str, list[str], list[str]]] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
-    finished: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    started: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    settings: str = ""
 
-    def add_row(self, title: str, columns: list[str], row: list[str]) -> None:
-        """Append a row to the table `title`, which the first row creates."""
-        table = next((table for table in self.tables if table.title == title), None)
-        if table is None:
-            table = ResultTable(title, columns, [])
-            self.tables.append(table)
-        table.rows.append(row)
+    def add_row(self, title: str, columns: list[str], cells: list[str]) -> None:
+        """Add a row to the table `title`."""
+        self.rows.append((title, columns, cells))
 
-
-# A name, and a function that measures and adds to the stage's result.
-Measurement = tuple[str, Callable[[StageResult], None]]
+    def add_check(self, name: str, value: float, goal: float | None, text: str = "{:.2f}") -> None:
+        """Add a check of a number. Args: goal: the largest value that meets it, if there is one."""
+        passed = None if goal is None else value <= goal
+        self.checks.append(Check(name, text.format(value), "" if goal is None else f"≤ {goal:g}", passed))
 
 
-def run_measurements(measurements: Iterable[Measurement], result: StageResult, save: Callable[[], None]) -> None:
-    """Run the measurements that have neither finished nor failed, and save after each.
-
-    Args: save: function that writes `result`; it is called before and after each measurement.
-    """
-    for name, measure in measurements:
-        if name in result.finished or name in result.failed:
-            continue
-        result.started = name
-        save()
-        measure(result)
-        result.finished.append(name)
-        result.started = ""
-        save()
+Results = dict[str, dict[str, Result]]  # by stage, then by measurement
+# A name, and a function that measures and adds to the result.
+Measurement = tuple[str, Callable[[Result], None]]
 
 
-def read_results(path: Path) -> dict[str, StageResult]:
-    """Read the results of an earlier run, by stage; empty if there is no file.
-
-    Raises: ValueError: the file is not one that `write_results` wrote.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            name: StageResult(
-                **{
-                    **fields,
-                    "checks": [Check(**check) for check in fields["checks"]],
-                    "tables": [ResultTable(**table) for table in fields["tables"]],
-                }
-            )
-            for name, fields in stored.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a results file of this benchmark: {error}. Remove it, or use another folder"
-        ) from error
+def read_results(path: Path) -> Results:
+    """Read the results of an earlier run; empty if there is no file."""
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {
+        stage: {name: Result(**{**x, "checks": [Check(*c) for c in x["checks"]]}) for name, x in items.items()}
+        for stage, items in stored.items()
+    }
 
 
-def write_results(results: dict[str, StageResult], path: Path) -> None:
+def write_results(results: Results, path: Path) -> None:
     """Replace the file with `results`."""
+    stored = {stage: {name: asdict(x) for name, x in items.items()} for stage, items in results.items()}
     partial = path.with_name(f"{path.name}.partial")
     with writing_new(partial):
-        partial.write_text(json.dumps({name: asdict(fields) for name, fields in results.items()}, indent=1), "utf-8")
+        partial.write_text(json.dumps(stored, indent=1), encoding="utf-8")
         partial.replace(path)

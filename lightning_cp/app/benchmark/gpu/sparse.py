@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import seconds_of
 from lightning_cp.attention.heads import slice_heads
 from lightning_cp.attention.keys import Ring, attend_keys, key_grads
@@ -45,7 +45,7 @@ def sparse_times(config: DictConfig) -> Iterator[Measurement]:
                 yield f"{name}, {tokens} tokens, {ranks} ranks", functools.partial(_time, config, name, tokens, ranks)
 
 
-def _time(config: DictConfig, name: str, tokens: int, ranks: int, result: StageResult) -> None:
+def _time(config: DictConfig, name: str, tokens: int, ranks: int, result: Result) -> None:
     device, sizes = torch.device(config.device), config.attention
     frame, heads = config.sparse.frame, slice_heads(sizes.heads, sizes.heads, 1)[0]
     own = slice(tokens // ranks * (ranks // 2), tokens // ranks * (ranks // 2 + 1))  # a rank in the middle
@@ -76,10 +76,9 @@ def _time(config: DictConfig, name: str, tokens: int, ranks: int, result: StageR
         result.add_row(_TITLE, _COLUMNS, cells)
         if way == "auto":
             has_goal = device.type == "cuda" and name.startswith("frames") and tokens == max(config.sparse.lengths)
-            goal = f"≤ {RATIO_GOAL}" if has_goal else ""
             for which, ratio in zip(("forward", "backward"), ratios, strict=True):
                 title = f"{name}, {tokens:,} tokens, {ranks} ranks, {which}: time over area × dense"
-                result.checks.append(Check(title, f"{ratio:.2f}", goal, ratio <= RATIO_GOAL if goal else None))
+                result.add_check(title, ratio, RATIO_GOAL if has_goal else None)
 
 
 def _steps(

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import dtype_name, seconds_of
-from lightning_cp.app.benchmark.measure import measure_subjects
-from lightning_cp.app.benchmark.report import ResultRow, rows_of
+from lightning_cp.app.benchmark.measure import Figures, measure_subjects
 from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
@@ -30,7 +29,7 @@ def merge_bandwidth(config: DictConfig) -> Iterator[Measurement]:
             yield f"{tokens} tokens, {dtype_name(dtype)}", functools.partial(_time_merge, config, tokens, dtype)
 
 
-def _time_merge(config: DictConfig, tokens: int, dtype: torch.dtype, result: StageResult) -> None:
+def _time_merge(config: DictConfig, tokens: int, dtype: torch.dtype, result: Result) -> None:
     device, sizes = torch.device(config.device), config.attention
     source = torch.randn(config.merge.copy_bytes // 4, device=device)
     copied = torch.empty_like(source)
@@ -63,16 +62,34 @@ def one_rank_times(config: DictConfig) -> Iterator[Measurement]:
                 yield name, functools.partial(_time_one_rank, config, ranks, tokens, backward)
 
 
-def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, result: StageResult) -> None:
+def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, result: Result) -> None:
     device, settings = torch.device(config.device), config.one_rank
     sizes = OmegaConf.merge(config.attention, {"backward": backward})
     with fake_world(ranks):
         subjects = one_rank(sizes, tokens, device)  # type: ignore[arg-type]
         figures = measure_subjects(subjects, repeats=settings.repeats, seconds=settings.seconds, device=device)
-    rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, figures)
-    result.rows += [dict(row) for row in rows]
-    # below the largest length, the host launches more slowly than the device computes: see the stage `host`
-    result.checks += _ratio_checks(rows, has_goal=device.type == "cuda" and tokens == max(settings.lengths))
+    passes = "forward and backward" if backward else "forward"
+    columns = ["tokens", "ranks", "mode", "passes", "ms", "time over one call"]
+    for name in modes(ranks):
+        call = HEADS_CALL if name == "Ulysses" else QUERIES_CALL
+        title = f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}: time over one call"
+        # below the largest length, the host launches more slowly than the device computes: see the stage `host`
+        ratio = _add_ratio(title, figures[name], figures[call], device, tokens == max(settings.lengths), result)
+        if ratio is not None:
+            cells = [f"{tokens:,}", str(ranks), name, passes, f"{1e3 * figures[name].median_s:.2f}", f"{ratio:.3f}"]
+            result.add_row("Attention of one rank, over one call with the same FLOPs", columns, cells)
+
+
+def _add_ratio(
+    title: str, mode: Figures, call: Figures, device: torch.device, has_goal: bool, result: Result
+) -> float | None:
+    """Check the time of a mode relative to that of a call; None if one of them does not run."""
+    if mode.refused or call.refused:
+        result.checks.append(Check(title, mode.refused or call.refused, "runs", False))
+        return None
+    ratio = mode.median_s / call.median_s
+    result.add_check(title, ratio, RATIO_GOAL if has_goal and device.type == "cuda" else None, "{:.3f}")
+    return ratio
 
 
 def long_contexts(config: DictConfig) -> Iterator[Measurement]:
@@ -81,7 +98,7 @@ def long_contexts(config: DictConfig) -> Iterator[Measurement]:
         yield f"{tokens} tokens", functools.partial(_time_long_context, config, tokens)
 
 
-def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> None:
+def _time_long_context(config: DictConfig, tokens: int, result: Result) -> None:
     """Add one row for each mode, or one with the reason if the memory does not suffice."""
     device, settings, sizes = torch.device(config.device), config.long_context, config.attention
     title = f"Ring attention of one rank of {settings.ranks}, forward and backward"
@@ -95,16 +112,12 @@ def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> 
         subjects = [x for x in one_rank(sizes, tokens, device) if x.name in (QUERIES_CALL, *_RING_MODES)]
         figures = measure_subjects(subjects, repeats=settings.repeats, seconds=0.0, device=device)
     for name in (QUERIES_CALL, *_RING_MODES):
-        figures_of_mode, call = figures[name], figures[QUERIES_CALL]
-        title_of_check = f"{name}, {settings.ranks} ranks, {tokens:,} tokens: time over one call"
-        if figures_of_mode.refused or call.refused:
-            result.checks.append(Check(title_of_check, figures_of_mode.refused or call.refused, "runs", False))
-            continue
-        ratio = figures_of_mode.median_s / call.median_s
-        cells = [f"{figures_of_mode.median_s:.3f}", f"{ratio:.3f}", f"{figures_of_mode.peak_bytes / 1e9:.2f}"]
-        result.add_row(title, columns, [f"{tokens:,}", name, *cells])
-        if name != QUERIES_CALL and device.type == "cuda":
-            result.checks.append(Check(title_of_check, f"{ratio:.3f}", f"≤ {RATIO_GOAL}", ratio <= RATIO_GOAL))
+        mode, has_goal = figures[name], name != QUERIES_CALL
+        check = f"{name}, {settings.ranks} ranks, {tokens:,} tokens: time over one call"
+        ratio = _add_ratio(check, mode, figures[QUERIES_CALL], device, has_goal, result)
+        if ratio is not None:
+            cells = [f"{mode.median_s:.3f}", f"{ratio:.3f}", f"{mode.peak_bytes / 1e9:.2f}"]
+            result.add_row(title, columns, [f"{tokens:,}", name, *cells])
 
 
 def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
@@ -124,22 +137,3 @@ def free_bytes(device: torch.device) -> int | None:
         return free_memory_bytes("cpu")
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def _ratio_checks(rows: list[ResultRow], *, has_goal: bool) -> Iterator[Check]:
-    """Yield one check per mode: its time divided by the time of a single call with the same FLOPs."""
-    times = {row["subject"]: row["median_s"] for row in rows}
-    tokens, ranks, passes = rows[0]["tokens"], rows[0]["ranks"], "forward"
-    if rows[0]["workload"] == "one_rank":
-        passes = "forward and backward"
-    for name in modes(ranks):
-        call = times[HEADS_CALL if name == "Ulysses" else QUERIES_CALL]
-        time = times[name]
-        if time is None or call is None:
-            reason = next(row["refused"] for row in rows if row["subject"] in (name, QUERIES_CALL) and row["refused"])
-            yield Check(f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}", reason, "runs", False)
-            continue
-        ratio = time / call
-        goal = f"≤ {RATIO_GOAL}" if has_goal else ""
-        title = f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}: time over one call"
-        yield Check(title, f"{ratio:.3f}", goal, ratio <= RATIO_GOAL if goal else None)

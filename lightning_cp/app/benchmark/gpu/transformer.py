@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lightning_cp.app.benchmark import peers
-from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.results import Measurement, Result
 from lightning_cp.app.benchmark.gpu.timing import passes_in_turn
 from lightning_cp.app.benchmark.subject import UNCHECKED, copy_sharing_weights, modes, parallel
 from lightning_cp.compat.torch_names import fake_world
@@ -36,7 +36,7 @@ def transformer_times(config: DictConfig) -> Iterator[Measurement]:
         yield f"{ranks} ranks", functools.partial(_measure, config, ranks)
 
 
-def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
+def _measure(config: DictConfig, ranks: int, result: Result) -> None:
     device, settings = torch.device(config.device), config.transformer
     model = _flux(config, device)
 
@@ -70,16 +70,14 @@ def _measure(config: DictConfig, ranks: int, result: StageResult) -> None:
         result.add_row(f"{ranks} ranks", _COLUMNS, [name, *cells, *[""] * (len(_COLUMNS) - 1 - len(cells))])
     for name, num_bytes in memory.items():
         ratio = times[name][0].wall_s / times[_ALONE + _GRAPH][0].wall_s
-        text = f"{ratio:.2f}, {num_bytes / 1e9:.2f} GB for the graph"
         title = f"{name}, {ranks} ranks: time over the graph of the model alone, memory"
-        result.checks.append(Check(title, text, "≤ 1.25", ratio <= 1.25))
-    goal = "≤ 1.0" if device.type == "cuda" else ""
+        result.add_check(title, ratio, 1.25, f"{{:.2f}}, {num_bytes / 1e9:.2f} GB for the graph")
+    goal = 1.0 if device.type == "cuda" else None
     for name, peer in _PEERS.items():
         if name in times and peer in times:
             for which, ours, theirs in zip(_PASSES, times[name], times[peer], strict=True):
-                ratio = ours.wall_s / theirs.wall_s
                 title = f"{name}, {ranks} ranks, {which}: time over {peer}"
-                result.checks.append(Check(title, f"{ratio:.2f}", goal, ratio <= 1.0 if goal else None))
+                result.add_check(title, ours.wall_s / theirs.wall_s, goal)
 
 
 def _flux(config: DictConfig, device: torch.device) -> nn.Module:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import host, memory, speed, suites
+from lightning_cp.app.benchmark.gpu import host, memory, speed
 from lightning_cp.app.benchmark.gpu.main_job import judge_training
-from lightning_cp.app.benchmark.gpu.results import StageResult
+from lightning_cp.app.benchmark.gpu.page import tables_of
+from lightning_cp.app.benchmark.gpu.results import Result
 
-CONF = suites.REPOSITORY / "conf" / "bench"
+CONF = Path(__file__).parents[4] / "conf" / "bench"
 
 
 @functools.cache
@@ -62,25 +63,14 @@ def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
     assert half[1] > 100_000, "the CPU's kernel keeps sums in float32"
 
 
-@pytest.mark.full
-def test_pytest_runs_in_the_repository(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = StageResult({})
-    file = "tests/unit/app/benchmark/test_trace.py"
-    ((name, measure),) = suites.run_tests(OmegaConf.create({"device": "cuda", "tests": {"files": [file]}}))
-    measure(result)
-    assert name == file
-    assert [(check.value, check.passed) for check in result.checks] == [("4 passed, 0 failed", True)]
-
-
 _MODES = ["ring allgather", "ring alltoall", "Ulysses", "unified", "diffusers Ulysses"]
 
 
-def _host_result(**given: list[int]) -> StageResult:
+def _host_result(**given: list[int]) -> Result:
     small = {"ranks": [], "compiled_ranks": [], "rounds": 1, "calls": 1, "blocks": 1}
     config = OmegaConf.merge(settings("host"), {"host": small | given})
     assert isinstance(config, DictConfig)
-    result = StageResult({})
+    result = Result()
     for _, measure in host.host_times(config):
         measure(result)
     return result
@@ -88,28 +78,28 @@ def _host_result(**given: list[int]) -> StageResult:
 
 def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
     result = _host_result(ranks=[4])
-    calls, blocks = result.tables
-    assert [row[0] for row in calls.rows] == _MODES
-    assert [row[0] for row in blocks.rows] == ["one process", *_MODES]
-    assert all(float(row[1].replace(",", "")) > 0 for row in calls.rows)
-    assert calls.rows[-1][2] == "1.00"
+    calls, blocks = tables_of({"": result}).values()
+    assert [row[0] for row in calls[1:]] == _MODES
+    assert [row[0] for row in blocks[1:]] == ["one process", *_MODES]
+    assert all(float(row[1].replace(",", "")) > 0 for row in calls[1:])
+    assert calls[-1][2] == "1.00"
     assert not result.checks, "goals are for 2 and 8 ranks"
 
 
 def test_a_long_context_that_does_not_fit_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     given = OmegaConf.merge(settings("gpu_on_cpu"), {"long_context": {"lengths": [64, 128]}})
     assert isinstance(given, DictConfig)
-    bound, result = speed.long_context_bytes(given.attention, 64), StageResult({})
+    bound, result = speed.long_context_bytes(given.attention, 64), Result()
     monkeypatch.setattr(speed, "free_bytes", lambda device: bound)
     for _, measure in speed.long_contexts(given):
         measure(result)
-    (table,) = result.tables
+    ((_, *rows),) = tables_of({"": result}).values()
     modes = ["one call: its queries", "ring allgather", "ring alltoall"]
-    assert [row[:2] for row in table.rows[:3]] == [["64", mode] for mode in modes]
-    assert table.rows[0][3] == "1.000"
-    assert all(float(row[4]) >= 0 for row in table.rows[:3])
-    assert table.rows[3][1] == "not measured: may need 0.0 GB of memory, 0.0 GB are free"
-    assert not result.checks, "goals are for a GPU"
+    assert [row[:2] for row in rows[:3]] == [["64", mode] for mode in modes]
+    assert rows[0][3] == "1.000"
+    assert all(float(row[4]) >= 0 for row in rows[:3])
+    assert rows[3][1] == "not measured: may need 0.0 GB of memory, 0.0 GB are free"
+    assert all(check.passed is None for check in result.checks), "goals are for a GPU"
 
 
 def test_the_longest_context_fits_in_80_gb() -> None:
@@ -120,5 +110,5 @@ def test_the_longest_context_fits_in_80_gb() -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
 def test_host_time_of_compiled_blocks_is_measured_in_every_mode() -> None:
-    (table,) = _host_result(compiled_ranks=[4]).tables
-    assert [row[0] for row in table.rows] == ["one process", *_MODES]
+    ((_, *rows),) = tables_of({"": _host_result(compiled_ranks=[4])}).values()
+    assert [row[0] for row in rows] == ["one process", *_MODES]
