@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.compat.torch_names import tree_flatten
+from lightning_cp.compat.torch_names import TorchDispatchMode, tree_flatten
 from lightning_cp.engine.graphs.recorder import Recording
 
 
@@ -62,3 +62,32 @@ class StandIn:
 
     def timed(self, run: Callable[[], Any]) -> tuple[Any, Share]:
         return run(), Share(self.share)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, output))
+        return output
+
+
+class OperatorsStandIn(StandIn):
+    """Repeats the operators of a function, as a CUDA graph does, and none of its Python code."""
+
+    def capture(self, run: Callable[[], Any]) -> Recording:
+        with _Operators() as operators:
+            output = run()
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            for operator, args, kwargs, written in operators.calls:
+                for x, new in zip(tree_flatten(written)[0], tree_flatten(operator(*args, **kwargs))[0], strict=True):
+                    if isinstance(x, torch.Tensor) and x.data_ptr() != new.data_ptr():
+                        x.copy_(new)
+
+        return Recording(output, replay, lambda: None, self.num_bytes)

@@ -31,7 +31,7 @@ _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take c
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _PIPELINE_DEFAULTS: dict[str, Any] = {
     **{"transformer": None, "image": None, "negative_prompt": None, "call": {}, "shard": []},
-    **{"vae": "auto", "stages": "together", "per_call": 1, "pipe": 1, "patches": 1, "warmup": 1},
+    **{"vae": "auto", "stages": "together", "per_call": 1, "pipe": 1, "patches": 1, "warmup": 1, "graphs": False},
 }
 
 

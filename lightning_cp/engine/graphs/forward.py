@@ -12,6 +12,7 @@ that are equal on all of them, or is agreed on when it is taken. A replay needs 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,15 +25,15 @@ from lightning_cp.comm.background import is_capturing
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import transforms_are_on
-from lightning_cp.compat.torch_names import function_modes, has_global_hooks, tree_flatten, tree_unflatten
+from lightning_cp.compat.torch_names import TreeSpec, function_modes, has_global_hooks, tree_flatten, tree_unflatten
 from lightning_cp.engine.attention.diffusers_dispatch import kernel_for
 from lightning_cp.engine.graphs import recorder
 from lightning_cp.engine.graphs.model_state import PLAIN, ModelState, compared
 from lightning_cp.engine.graphs.recorder import GraphRecorder, Recording, Timing
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.paths import unwrapped
-from lightning_cp.engine.peers.checksum import version_of
-from lightning_cp.errors import PlanError
+from lightning_cp.engine.peers.checksum import checksum
+from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.nest import named_leaves
 from lightning_cp.undoable import Undo, intercept_calls
 
@@ -63,12 +64,14 @@ class _Entry:
 
     Attributes:
         forwards: number of eager forwards so far.
+        is_checked: one of them was seen to change nothing.
         timing: time of the last of them, with graphs="auto".
         is_eager: True: it was decided not to capture.
         inputs: the tensors that the graph reads.
     """
 
     forwards: int = 0
+    is_checked: bool = False
     timing: Timing | None = None
     is_eager: bool = False
     inputs: list[Tensor] = field(default_factory=list)
@@ -94,6 +97,7 @@ class GraphedForward:
         self._is_stale = False
         self._logged: set[str] = set()
         self._new_keys, self._last_key = 0, (None,) * 8
+        self._lock = threading.Lock()
 
     @property
     def num_graphs(self) -> int:
@@ -106,7 +110,21 @@ class GraphedForward:
         return sum(entry.recording.num_bytes for entry in self._entries.values() if entry.recording is not None)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one forward: eagerly, captured, or replayed. Ranks: all of the context group."""
+        """Run one forward: eagerly, captured, or replayed.
+
+        Ranks: all of the context group. Raises: InterceptionError: another thread is in a forward.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise InterceptionError(
+                f"{self._name} is called while another thread, or a forward of its own, is in a call of it: with CUDA "
+                "graphs, all calls must be made one after another"
+            )
+        try:
+            return self._run(call, args, kwargs)
+        finally:
+            self._lock.release()
+
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         recorder = None if first is None or type(first) is not Tensor else self._recorder_of(first.device)
         if recorder is None or torch.compiler.is_compiling() or is_capturing() or not self.installed.is_current():
@@ -117,7 +135,7 @@ class GraphedForward:
         if reason:
             self._log_once(reason)
             return call(*args, **kwargs)
-        kinds = tuple(map(_kind, leaves)), repr(spec), tuple(map(list(map(id, leaves)).index, map(id, tensors)))
+        kinds = _kinds(leaves, spec)
         entry = self._entry_of((*kinds, *self._surroundings(), recorder.stream()))
         if entry.recording is not None:
             return self._replay(entry, args, kwargs, tensors)
@@ -125,7 +143,7 @@ class GraphedForward:
             return call(*args, **kwargs)
         entry.forwards += 1
         if entry.forwards <= _EAGER_FORWARDS:
-            return self._run_eagerly(entry, tensors, lambda: call(*args, **kwargs))
+            return self._run_eagerly(entry, call, args, kwargs)
         if self._graphs == "auto":
             if entry.timing is None:
                 result, entry.timing = recorder.timed(lambda: call(*args, **kwargs))
@@ -133,10 +151,7 @@ class GraphedForward:
             if not self._host_is_limit(entry.timing):
                 entry.is_eager = True
                 return call(*args, **kwargs)
-        own = {id(x): _static(x) for x in tensors}  # one tensor for an argument that is given twice
-        entry.inputs = [own[id(x)] for x in tensors]
-        own_args, own_kwargs = tree_unflatten([own.get(id(x), x) for x in leaves], spec)
-        if not self._capture(entry, recorder, lambda: call(*own_args, **own_kwargs)):
+        if not self._capture(entry, recorder, call, leaves, spec):
             return call(*args, **kwargs)
         return self._replay(entry, args, kwargs, tensors)
 
@@ -179,6 +194,8 @@ class GraphedForward:
             return "weights were moved or exchanged after the capture"
         if self._state.hooked:
             return f"a forward hook of {self._state.hooked} runs Python code"
+        if cache := self._state.full_cache():
+            return f"the cache of {cache} is full, and would drop tensors that graphs read"
         if self._state.opaque:
             return f"changes of {self._state.opaque} could not be noticed"
         if self._state.is_sharded:
@@ -221,21 +238,23 @@ class GraphedForward:
             return f"{self._state.changed} of the model"
         return "an argument" if key[:3] != self._last_key[:3] else "a setting of torch or of attention"
 
-    def _run_eagerly(self, entry: _Entry, tensors: list[Tensor], run: Callable[[], Any]) -> Any:
+    def _run_eagerly(self, entry: _Entry, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run one of the first forwards. The last of them shows whether forwards do more than to compute a result."""
         assert self._state is not None, "made by `_why_eager`"
         if not self.num_graphs:
             self._state.note_weights()
-        before, versions = self._state.number, list(map(version_of, tensors))
-        result = run()
-        if entry.forwards == _EAGER_FORWARDS:
+        before, is_last = self._state.number, entry.forwards == _EAGER_FORWARDS
+        arguments = _contents(args, kwargs) if is_last else None
+        result = call(*args, **kwargs)
+        if is_last:
             self._state.refresh()
             changed = f"{self._state.changed} of the model" if self._state.number != before else ""
-            changed = changed or ("an argument" if list(map(version_of, tensors)) != versions else "")
+            changed = changed or ("an argument" if _contents(args, kwargs) != arguments else "")
             others = [type(x).__name__ for x in tree_flatten(result)[0] if not isinstance(x, (Tensor, *PLAIN))]
             if changed or others:
                 entry.is_eager = True
                 self._log_once(f"it changes {changed}" if changed else f"its result has a {others[0]}")
+            entry.is_checked = True
         return result
 
     def _host_is_limit(self, timing: Timing) -> bool:
@@ -250,20 +269,32 @@ class GraphedForward:
             self._log(f"the GPU {by_gpu}, so a CUDA graph would save no time, and forwards stay eager")
         return is_limit
 
-    def _capture(self, entry: _Entry, recorder: GraphRecorder, run: Callable[[], Any]) -> bool:
+    def _capture(
+        self, entry: _Entry, recorder: GraphRecorder, call: Callable[..., Any], leaves: list[Any], spec: TreeSpec
+    ) -> bool:
         """Capture a forward on all ranks of the context group, or on none of them. Returns: True if it is captured."""
         assert self._state is not None, "made by `_why_eager`"
         problem = "weights move in each forward" if self._state.weights_moved() else ""
         recording = None
         try:
-            recording = None if problem else recorder.capture(run)
+            if not problem and entry.is_checked:
+                own = {id(x): _static(x) for x in leaves if isinstance(x, Tensor)}  # one for an argument given twice
+                entry.inputs = [own[id(x)] for x in leaves if isinstance(x, Tensor)]
+                args, kwargs = tree_unflatten([own.get(id(x), x) for x in leaves], spec)
+                recording = recorder.capture(lambda: call(*args, **kwargs))
         except (
             Exception
         ) as error:  # anything that the host needs to know of the GPU in a forward, and too little memory
             problem = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-        by_rank = self._gather([recording is not None, 0 if recording is None else recording.num_bytes])
-        num_bytes, most_bytes = max(size for _, size in by_rank), int(recorder.total_bytes * _MOST_MEMORY)
-        failed = [rank for rank, (succeeded, _) in enumerate(by_rank) if not succeeded]
+        size = 0 if recording is None else recording.num_bytes
+        by_rank = self._gather([recording is not None, size, entry.is_checked])
+        num_bytes, most_bytes = max(size for _, size, _ in by_rank), int(recorder.total_bytes * _MOST_MEMORY)
+        failed = [rank for rank, (succeeded, *_) in enumerate(by_rank) if not succeeded]
+        if not all(is_checked for *_, is_checked in by_rank):  # the forward that would have shown it raised an error
+            if recording is not None:
+                recording.free()
+            entry.forwards, entry.inputs = _EAGER_FORWARDS - 1, []
+            return False
         if failed:
             problem = problem or f"it could not be captured on rank {failed[0]} of the context group"
         elif num_bytes > most_bytes:
@@ -310,6 +341,19 @@ class GraphedForward:
     def _log(self, text: str, *, level: int = logging.INFO) -> None:
         if self.installed.session.groups.context_rank == 0:
             _log.log(level, "%s: %s", self._name, text)
+
+
+def _kinds(leaves: list[Any], spec: TreeSpec) -> tuple[Hashable, ...]:
+    """Return the part of the key for arguments: the form of each, and which are given twice."""
+    places = list(map(id, leaves))
+    return tuple(map(_kind, leaves)), repr(spec), tuple(places.index(id(x)) for x in leaves if isinstance(x, Tensor))
+
+
+def _contents(args: Any, kwargs: Any) -> tuple[Hashable, ...]:
+    """Return what differs after a forward has written into its arguments. Waits for a GPU in inference mode only."""
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = (x for x in leaves if isinstance(x, Tensor))
+    return _kinds(leaves, spec), *(checksum(x) if x.is_inference() else x._version for x in tensors)
 
 
 def _kind(x: Any) -> Hashable:

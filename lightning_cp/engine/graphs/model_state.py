@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.engine.hook_base import EngineHook
-from lightning_cp.engine.peers.checksum import plain_tensors
+from lightning_cp.engine.peers.checksum import plain_tensors, version_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # Objects without values that a forward reads
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, torch.Generator, weakref.ref, ModuleType, Signature)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_DEPTH = 5  # of containers and objects inside a module's attributes
+_DEPTH = 8  # of containers and objects inside a module's attributes
 _MOST_STATES = 64
 
 
@@ -48,6 +48,8 @@ class ModelState:
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
         self._empty: list[Any] = []
+        self._on_host: list[Tensor] = []  # besides weights: kernels get their numbers, not their addresses
+        self._caches: list[Any] = []
         self._lengths: list[int] = []
         self._values: list[object] = []
         self._fingerprint: tuple[Hashable, ...] = ()
@@ -58,8 +60,8 @@ class ModelState:
 
     def refresh(self) -> None:
         """Compare the values with those of the call before, and set all attributes to those of now."""
-        lengths = self._count_values()
-        is_equal = lengths == self._lengths and not any(self._empty)
+        is_equal = self._count_values() == self._lengths and not any(self._empty)
+        is_equal = is_equal and list(map(version_of, self._on_host)) == self._versions
         if not is_equal or (not all(map(is_, self._held(), self._values)) and not self._adopt_copies()):
             self._read()
 
@@ -71,6 +73,14 @@ class ModelState:
         """Note where weights are now."""
         self._noted = self._addresses()
 
+    def full_cache(self) -> str:
+        """Return the name of a function with a full `lru_cache`, which drops tensors that a graph reads; "" if none is.
+
+        Diffusers caches positions by size, for example. Replays do not call the function, so they count as no use.
+        """
+        infos = ((x.__qualname__, x.cache_info()) for x in self._caches)
+        return next((name for name, info in infos if info.maxsize is not None and info.currsize >= info.maxsize), "")
+
     def device(self) -> torch.device | None:
         """Return the device of all weights; None if there are several, or no weights."""
         devices = {x.device for x in self._weights}
@@ -80,11 +90,10 @@ class ModelState:
         return [*map(len, self._attributes), *map(len, self._dicts), *map(len, self._lists)]
 
     def _held(self) -> Iterator[object]:
-        """Yield all values, and the keys of dicts; of attributes no names, for speed."""
+        """Yield all values and names."""
         flat, values = chain.from_iterable, dict.values
-        return chain(
-            flat(map(values, self._attributes)), flat(map(values, self._dicts)), flat(self._dicts), flat(self._lists)
-        )
+        named = flat(map(values, self._attributes)), flat(map(values, self._dicts))
+        return chain(*named, flat(self._attributes), flat(self._dicts), flat(self._lists))
 
     def _adopt_copies(self) -> bool:
         """Return True if only lists were replaced, by lists of the same objects (QwenImage 2.1, in each forward)."""
@@ -96,6 +105,8 @@ class ModelState:
             if type(new) is not list or type(old) is not list or len(new) != len(old) or not all(map(is_, new, old)):
                 return False
             copies[id(old)] = new
+        if any(id(x) in copies for x in held):  # it is still held under another name
+            return False
         self._lists = [copies.get(id(x), x) for x in self._lists]
         self._values = held
         return True
@@ -109,14 +120,22 @@ class ModelState:
         self._attributes, self._dicts, self._lists, self._empty = [], [], [], []
         self._names, values = [], list[Hashable]()
         seen: set[int] = set()
-        self._modules, self.opaque = set(self._module.modules()), ""
+        self._modules, self.opaque, self._on_host = set(self._module.modules()), "", []
+        weights = [*self._module.parameters(), *self._module.buffers()]
+        known = set(map(id, weights))
         for path, module in self._module.named_modules():
             for name, value in self._walk(path, vars(module), seen, _DEPTH, self._attributes):
                 self._names.append(name)
-                values.append(compared(value))
+                if isinstance(value, Tensor) and value.device.type == "cpu" and id(value) not in known:
+                    self._on_host.append(value)
+                    values.append((id(value), version_of(value)))
+                else:
+                    values.append(compared(value))
+        self._versions = list(map(version_of, self._on_host))
+        classes = dict.fromkeys(kind for module in self._modules for kind in type(module).__mro__)
+        self._caches = [x for kind in classes for x in vars(kind).values() if hasattr(x, "cache_info")]
         self._values, self._lengths = list(self._held()), self._count_values()
         self.hooked = next((path or "the model" for path, x in self._module.named_modules() if _has_hooks(x)), "")
-        weights = [*self._module.parameters(), *self._module.buffers()]
         self.is_sharded = any(isinstance(x, DTensor) for x in weights)
         self._weights = [x for weight in weights for _, x in plain_tensors("", weight) if not isinstance(x, DTensor)]
         self._fingerprint = (*values, *self._names)
@@ -146,22 +165,26 @@ class ModelState:
             items = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
         for name, x in items:
             yield name, x
-            if depth and isinstance(x, _CONTAINERS):
-                yield from self._walk(name, x, seen, depth - 1, self._dicts if isinstance(x, dict) else self._lists)
-            elif depth and (attributes := self._attributes_of(name, x)):
-                yield from self._walk(name, attributes, seen, depth - 1, self._attributes)
+            inner = x if isinstance(x, _CONTAINERS) else self._attributes_of(name, x)
+            into = self._attributes if inner is not x else self._dicts if isinstance(x, dict) else self._lists
+            if inner is not None and depth:
+                yield from self._walk(name, inner, seen, depth - 1, into)
+            elif inner is not None:
+                self.opaque = self.opaque or f"{name} ({type(x).__name__})"
 
-    def _attributes_of(self, name: str, x: object) -> dict[Any, Any]:
-        """Return the attributes of an object that a module holds; none of tensors, functions and our own objects."""
+    def _attributes_of(self, name: str, x: object) -> dict[Any, Any] | None:
+        """Return the attributes of an object that a module holds; None for tensors, functions and our own objects."""
+        x = x.__self__ if isinstance(x, MethodType) else x
         is_ours = type(x).__module__.startswith("lightning_cp")
         if is_ours or isinstance(x, (Tensor, *PLAIN, *_CODE)) or (isinstance(x, nn.Module) and x in self._modules):
-            return {}
+            return None
         if isinstance(x, partial):
             return {"func": x.func, "args": x.args, "keywords": x.keywords}
         attributes: dict[Any, Any] | None = getattr(x, "__dict__", None)
-        if attributes is None or isinstance(x, nn.Module):
+        has_slots = any(vars(kind).get("__slots__") for kind in type(x).__mro__)
+        if attributes is None or has_slots or isinstance(x, nn.Module):
             self.opaque = self.opaque or f"{name} ({type(x).__name__})"
-        return attributes or {}
+        return attributes
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -21,9 +24,9 @@ from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.graphs import forward
 from lightning_cp.engine.graphs.forward import GraphedForward, Graphs
 from lightning_cp.engine.graphs.model_state import ModelState
-from lightning_cp.errors import PlanError
+from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.undoable import intercept_calls
-from tests.harness.recorder import StandIn
+from tests.harness.recorder import OperatorsStandIn, StandIn
 
 Inputs = dict[str, Any]
 
@@ -96,6 +99,123 @@ def test_a_hook_that_is_registered_after_the_capture_runs() -> None:
     handle.remove()
     graphed.check(calls=1)
     assert graphed.recorder.replays == replays + 1
+
+
+class _Scaled:
+    """Scales the output of a feed-forward with a value that it holds somewhere."""
+
+    scale = 1.0
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _nested(value: float) -> Any:
+    return {"a": {"b": {"c": {"d": {"e": [value]}}}}}
+
+
+def _rename(module: Any) -> None:
+    del module.other
+    module.doubles = True
+
+
+# what a feed-forward holds, what it computes from its output, and what is changed after the capture
+HELD: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Tensor], Callable[[Any], object]]] = {
+    "attribute of an empty object": (
+        {"held": _Scaled()},
+        lambda m, x: x * m.held.scale,
+        lambda m: setattr(m.held, "scale", 3.0),
+    ),
+    "owner of a method": (
+        {"post": _Scaled().apply},
+        lambda m, x: m.post(x),
+        lambda m: setattr(m.post.__self__, "scale", 3.0),
+    ),
+    "name of an attribute": ({"other": True}, lambda m, x: x * (2 if hasattr(m, "doubles") else 1), _rename),
+    "deep in dicts": (
+        {"held": _nested(1.0)},
+        lambda m, x: x * m.held["a"]["b"]["c"]["d"]["e"][0],
+        lambda m: m.held["a"]["b"]["c"]["d"].update(e=[3.0]),
+    ),
+    "number in a tensor": (
+        {"held": torch.tensor(1.0)},
+        lambda m, x: x * float(m.held),
+        lambda m: m.held.fill_(3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_value_that_changes_after_the_capture_counts(name: str) -> None:
+    held, compute, change = HELD[name]
+    graphed = Graphed()
+    graphed.recorder = OperatorsStandIn()
+    layer = graphed.model.blocks[0].ffn
+    original = layer.forward
+    layer.forward = lambda x: compute(layer, original(x))
+    for key, value in held.items():
+        setattr(layer, key, value)
+    graphed.check()
+    assert graphed.recorder.replays == 2
+    change(layer)
+    graphed.check(calls=1)
+
+
+def test_a_full_cache_of_functions_is_not_read_by_graphs() -> None:
+    """Diffusers caches tensors of positions by size; a replay does not count as a use of them."""
+    graphed = Graphed()
+    graphed.check()
+
+    class Full(type(graphed.model.rope)):  # type: ignore[misc]
+        @lru_cache(maxsize=1)  # noqa: B019
+        def positions(self) -> None: ...
+
+    state = ModelState(graphed.model)
+    assert not state.full_cache()
+    graphed.model.rope.__class__ = Full
+    graphed.model.rope.positions()
+    assert "positions" in ModelState(graphed.model).full_cache()
+
+
+def test_a_forward_that_failed_does_not_count_as_one_without_changes() -> None:
+    graphed = Graphed()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), _failing(graphed.model.blocks[1]):
+            graphed(make_inputs())
+    graphed(make_inputs())
+    assert graphed.recorder.captures == 0
+    graphed.check()
+    assert graphed.recorder.captures == 1
+
+
+@contextmanager
+def _failing(module: nn.Module) -> Iterator[None]:
+    forward = module.forward
+    module.forward = lambda *_, **__: 1 / 0
+    try:
+        yield
+    finally:
+        module.forward = forward
+
+
+def test_two_threads_are_refused() -> None:
+    graphed, inside, leave = Graphed(), Event(), Event()
+    layer = graphed.model.blocks[0].ffn
+    original = layer.forward
+
+    def waits(x: Tensor) -> Tensor:
+        inside.set()
+        leave.wait(20)
+        return original(x)  # type: ignore[no-any-return]
+
+    layer.forward = waits
+    thread = Thread(target=graphed, args=(make_inputs(),))
+    thread.start()
+    inside.wait(20)
+    with pytest.raises(InterceptionError, match="another thread"):
+        graphed(make_inputs())
+    leave.set()
+    thread.join()
 
 
 def test_results_of_replays_are_new_tensors() -> None:
