@@ -115,8 +115,7 @@ class LatentCache:
                 "continue"
             )
         self._contents = Contents.read(self.folder, self.index.hash, self.index.empty_caption)
-        missing = self._files() - _present(self.folder, self._files())
-        if missing:
+        if missing := _missing(self.folder, self._files()):
             raise CacheError(f"{self.folder / min(missing)} is missing. Run precompute again, which encodes it again")
 
     def __len__(self) -> int:
@@ -176,10 +175,10 @@ class LatentCache:
         return {self.index.file(*row.made_from) for row in rows}
 
 
-def _present(folder: Path, files: set[str]) -> set[str]:
-    """Return the files that are there. Folders are listed: to look for each file is slow on a network."""
+def _missing(folder: Path, files: set[str]) -> set[str]:
+    """Return the files that are not there. Folders are listed: to look for each file is slow on a network."""
     there = set[str]()
     for parent in {file.rpartition("/")[0] for file in files}:
         with suppress(OSError):
             there.update(f"{parent}/{name}" for name in os.listdir(folder / parent))
-    return files & there
+    return files - there

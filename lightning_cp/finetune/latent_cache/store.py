@@ -27,7 +27,7 @@ from lightning_cp.finetune.families import Sample
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files."""
-_KEPT = "What was written before is kept: free some space, then run precompute again to continue"
+_KEPT = "What was written before is kept: free some space if the disk is full, then run precompute again to continue"
 _ABANDONED_S = 3600.0  # age of a temporary file that no writer still writes
 _CRC, _BLANK = b'"crc32":"', b"00000000"  # before and instead of the checksum, which covers the rest of the file
 _DTYPES = (

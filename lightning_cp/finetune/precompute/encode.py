@@ -20,6 +20,8 @@ from lightning_cp.finetune.media import LoadedMedia, Skipped, Source
 from lightning_cp.finetune.precompute.loading import Loader, load_all, media_id
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 
+_MEAN, _STD = -3.0, 0.5  # of the logarithm of the noise's standard deviation, in pixels from -1 to 1
+
 
 def encode_captions(
     pipe: Any,
@@ -131,9 +133,6 @@ def batch_of_one(media: LoadedMedia) -> dict[str, Tensor]:
     if media.fps is not None:
         given["fps"] = torch.tensor([media.fps])
     return given
-
-
-_MEAN, _STD = -3.0, 0.5  # of the logarithm of the noise's standard deviation, in pixels from -1 to 1
 
 
 def noised_frame(pixels: Tensor, name: str) -> Tensor:

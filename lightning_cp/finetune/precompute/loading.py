@@ -23,8 +23,6 @@ from lightning_cp.finetune.precompute.usable import Buckets, buckets_for
 
 Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
 """Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored."""
-
-
 State = tuple[tuple[int, int, int], ...]  # inode, size and time of change of each file of a source
 
 

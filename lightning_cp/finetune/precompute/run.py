@@ -43,6 +43,7 @@ from lightning_cp.sampling.tiles import tile, write_png
 from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"
+_PIXELS = 192  # longer side of a thumbnail
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,6 @@ def _complete(output: Path, writer: CacheWriter, rows: Iterable[Row], result: Pr
                 f"{output / SKIPPED} has all reasons"
             )
         writer.finish(rows)
-
-
-_PIXELS = 192  # longer side of a thumbnail
 
 
 def draw_contact_sheet(decode: Callable[[Tensor], Tensor], cache: LatentCache, path: Path, count: int) -> None:
