@@ -18,7 +18,7 @@ OPTIONAL = {
     "finetune/adapters/lora.py": {"peft"},
     "finetune/media/archives/parquet.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
-    "finetune/precompute/terminal.py": {"transformers"},
+    "finetune/precompute/run.py": {"transformers"},
     "finetune/pipeline.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).

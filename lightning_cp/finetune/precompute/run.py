@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from lightning_cp.errors import CacheError, DataError, MediaError
 from lightning_cp.files import writing
@@ -29,7 +32,6 @@ from lightning_cp.finetune.precompute.encode import captions_of, encode_captions
 from lightning_cp.finetune.precompute.loading import FileHashes, Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
-from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.finetune.precompute.usable import (
     SHEET,
     Buckets,
@@ -44,6 +46,8 @@ from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"
 _PIXELS = 192  # longer side of a thumbnail
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_noinv_fmt}, {remaining} left"
+_UNIMPORTANT = ("requires torchvision (not installed)",)  # the Pillow version does the same
 
 
 @dataclass(frozen=True)
@@ -282,3 +286,59 @@ def draw_contact_sheet(decode: Callable[[Tensor], Tensor], cache: LatentCache, p
         thumbnail[:, :, : size[0], : size[1]] = small
         thumbnails.append(thumbnail)
     write_png(tile(torch.cat(thumbnails), value_range=(0.0, 1.0)), path)
+
+
+@contextmanager
+def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """Show the number of items, items per second and the time left. Yields: function to call with the number done.
+
+    Without a terminal, it is written once a minute, so that a log stays short.
+    """
+    every_s = 0.5 if sys.stderr.isatty() else 60.0
+    with tqdm(
+        total=total, desc=name, unit=f" {name}", disable=not show, mininterval=every_s, bar_format=_FORMAT, miniters=1
+    ) as bar:
+
+        def done(number: int) -> None:
+            bar.update(number - bar.n)
+
+        yield done
+
+
+@contextmanager
+def quiet_packages(show_bars: bool) -> Iterator[None]:
+    """Within this context, let diffusers and transformers print each message once.
+
+    A message such as "the input was truncated" would otherwise appear for every long caption.
+
+    Args: show_bars: show their progress bars; they are hidden without a terminal in any case.
+    """
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    with ExitStack() as stack:
+        for package in (of_diffusers, of_transformers):
+            package.get_logger()  # adds the handler
+            for handler in logging.getLogger(package.__name__.partition(".")[0]).handlers:
+                once = _Once()
+                handler.addFilter(once)
+                stack.callback(handler.removeFilter, once)
+            if package.is_progress_bar_enabled() and not (show_bars and sys.stderr.isatty()):
+                package.disable_progress_bar()
+                stack.callback(package.enable_progress_bar)
+        yield
+
+
+class _Once(logging.Filter):
+    """Let the first message of each line of code pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, int]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = (record.pathname, record.lineno)
+        if line in self._seen or any(text in str(record.msg) for text in _UNIMPORTANT):
+            return False
+        self._seen.add(line)
+        return True
