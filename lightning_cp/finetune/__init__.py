@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+    from lightning_cp.finetune.adapters.lora import add_lora
+    from lightning_cp.finetune.adapters.lora_settings import LoraSettings
     from lightning_cp.finetune.card import ModelCard
     from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import hold_out
@@ -46,7 +47,7 @@ __all__ = [
 _HOMES = {
     "FineTuning": "module",
     "HeldOutData": "validation",
-    "LoraSettings": "adapters.lora",
+    "LoraSettings": "adapters.lora_settings",
     "ModelCard": "card",
     "PromptSampler": "prompt_samples",
     "SteeredTransformer": "side",

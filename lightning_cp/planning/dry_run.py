@@ -21,7 +21,8 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.device_profile import CPU, DeviceProfile, assuming
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.recompute import checkpoint_blocks
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.stages import blocks_of

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_cp.finetune.adapters.lora import LoraSettings
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.pipelines.settings import Placement
 from lightning_cp.planning.components import Pipeline
 from lightning_cp.planning.devices import GB, Device

@@ -30,7 +30,7 @@ def request_of(config: DictConfig) -> Request:
     """Return what the settings ask for. Raises: ValueError: a setting is invalid, or contradicts another one."""
     import torch
 
-    from lightning_cp.finetune.adapters.lora import LoraSettings
+    from lightning_cp.finetune.adapters.lora_settings import LoraSettings
     from lightning_cp.planning.request import Request
 
     if OmegaConf.is_missing(config, "model"):

@@ -3,7 +3,6 @@
 Imports neither torch nor diffusers.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.compat.versions import fsdp_refuses_bytes
-from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text, rules_of
 
 _NULL = OneOf((None,))
 _SETTINGS = (
@@ -33,13 +33,7 @@ _SETTINGS = (
     Setting("model.compile", OneOf((True, False))),
     Setting("model.offload", OneOf((True, False))),
     Setting("model.quantize", OneOf((None, "int8", "fp8", "nf4"))),
-    Setting("lora.rank", Either(_NULL, Integer(1))),
-    Setting("lora.dropout", Number(minimum=0, below=1)),
-    Setting("lora.alpha", Either(_NULL, Number(above=0))),
-    Setting("lora.dora", OneOf((True, False))),
-    Setting("lora.lokr", Either(OneOf((None, -1)), Integer(2))),
     Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
-    Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
     Setting("objective.shift", Either(_NULL, Number(above=0))),
     Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
@@ -115,46 +109,39 @@ def _check_validation(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> 
         )
 
 
-def _check_lora(config: DictConfig) -> None:
+def lora_settings(config: DictConfig) -> LoraSettings | None:
+    """Return the settings of the adapters, None without. Raises: SettingsError: the first invalid one."""
     lora = config.get("lora")
     if lora is None:
-        return
+        return None
     if not OmegaConf.is_dict(lora):
         raise SettingsError(f"lora={show(lora)} is not valid: must be null, or settings such as lora.rank=16")
-    targets, file, precision = read(config, "lora.targets"), read(config, "lora.file"), read(config, "precision")
-    if isinstance(targets, str):
-        try:
-            re.compile(targets)
-        except re.error as error:
-            raise SettingsError(f"lora.targets={targets} is not a valid regular expression: {error}") from None
-    elif targets is not None and not (isinstance(targets, list) and targets and all(map(Text().passes, targets))):
-        raise SettingsError(
-            f"lora.targets={show(targets)} is not valid: must be a list of names such as [to_q,to_v], or a regular "
-            "expression"
-        )
-    ranks, dora = read(config, "lora.ranks"), read(config, "lora.dora")
-    if ranks is not None and not (OmegaConf.is_dict(ranks) and ranks and all(map(Integer(1).passes, ranks.values()))):
-        raise SettingsError(
-            f"lora.ranks={show(ranks)} is not valid: must be null, or whole numbers of at least 1 by the ends of "
-            "layers' names, such as {to_q: 8}"
-        )
-    lokr = read(config, "lora.lokr")
-    plain_only = {"lora.ranks": ranks, "lora.dora": dora, "lora.lokr": lokr}
-    if file is not None and (name := next((name for name, value in plain_only.items() if value), None)):
-        raise SettingsError(f"{name} does not work with lora.file: only a plain LoRA of one rank is continued")
-    for name in ("lora.dora", "lora.dropout", "lora.lr_ratio"):
-        if lokr is not None and read(config, name):
-            raise SettingsError(f"{name}={show(read(config, name))} does not work with lora.lokr: leave one out")
-    if dora and shards_weights(config):
+    for name, rule in rules_of(LoraSettings).items():
+        Setting(f"lora.{name}", rule).check(config)
+    values: Any = OmegaConf.to_container(lora, resolve=True)
+    try:
+        return LoraSettings(**{name: value for name, value in values.items() if name != "lr_ratio"})
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _check_lora(config: DictConfig) -> None:
+    lora = lora_settings(config)
+    if lora is None:
+        return
+    ratio, precision = read(config, "lora.lr_ratio"), read(config, "precision")
+    if lora.lokr is not None and ratio:
+        raise SettingsError(f"lora.lr_ratio={ratio} does not work with lora.lokr: leave one out")
+    if lora.dora and shards_weights(config):
         raise SettingsError(
             "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"
         )
-    if dora and read(config, "model.quantize") is not None:
+    if lora.dora and read(config, "model.quantize") is not None:
         raise SettingsError(
             "lora.dora=true does not work with model.quantize: use model.quantize=null or lora.dora=false"
         )
-    if file is not None and not Path(file).exists():
-        raise SettingsError(f"lora.file={file} does not exist: it must be the folder or file of an adapter")
+    if lora.file is not None and not Path(lora.file).exists():
+        raise SettingsError(f"lora.file={lora.file} does not exist: it must be the folder or file of an adapter")
     if str(precision).endswith("-true") and precision != "32-true":
         raise SettingsError(
             f"precision={precision} would also convert the adapters, which are trained in float32: use "

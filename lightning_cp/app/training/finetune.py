@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_cp.app.settings.components import components_of
+from lightning_cp.app.settings.finetune import lora_settings
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.batch_order import batch_order
 from lightning_cp.app.training.encoded_folder import encoded_folder
@@ -26,7 +27,7 @@ from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora, check_lora
+from lightning_cp.finetune.adapters.lora import add_lora, check_lora
 from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
@@ -93,9 +94,8 @@ class FineTune(TrainingSetup):
 
     def _trained(self, component: str) -> nn.Module:
         """Load a model of which weights are trained: all, those that the family names, or those of adapters."""
-        config, lora, trained = self.config.model, None, components_of(self.config)
-        if self.config.lora is not None:
-            lora = LoraSettings(**{name: x for name, x in _plain(self.config.lora).items() if name != "lr_ratio"})
+        config, lora, trained = self.config.model, lora_settings(self.config), components_of(self.config)
+        if lora is not None:
             empty = {} if self.shards_weights else meta_transformers(config.pretrained, _DTYPES[config.dtype])
             if component in empty:  # its errors come before the weights are loaded
                 check_lora(empty[component], lora, family=self.family, component=component, trained=trained)

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from lightning_cp.app.settings.components import components_of
-from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.settings.finetune import is_finetuning, lora_settings
 from lightning_cp.app.settings.table import show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.training.finetune import FineTune
 from lightning_cp.app.training.from_scratch import FromScratch
 from lightning_cp.engine.meta import weights_on_meta
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.load import meta_transformer
 from lightning_cp.finetune.side import freeze_base
 from lightning_cp.mesh.degrees import AUTO
@@ -105,10 +106,9 @@ def _denoiser(config: DictConfig) -> tuple[nn.Module, nn.Module]:
 
 def _adapters(config: DictConfig, setup: FineTune | FromScratch, transformer: nn.Module) -> LoraSettings | None:
     """Return the adapters with the names of their layers, which the planner cannot look up in the family."""
-    if OmegaConf.select(config, "lora") is None:
+    settings = lora_settings(config)
+    if settings is None:
         return None
-    values: Any = OmegaConf.to_container(config.lora, resolve=True)
-    settings = LoraSettings(**{name: x for name, x in values.items() if name != "lr_ratio"})
     with torch.device("meta"):
         adapted: Any = planned(transformer, {}).build()
     components = components_of(config)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,79 +13,15 @@ from torch import Tensor, nn
 
 from lightning_cp.compat.versions import needs
 from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.finetune.families import Family
-from lightning_cp.rules import Integer
 from lightning_cp.training.ema import full_tensor
 
 _RANK = 16  # of a new adapter
 _NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """Settings of a LoRA.
-
-    Args:
-        rank: rank of the matrices; None: that of `file`, or 16.
-        alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
-        targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
-            family's, or those of `file`; "all-linear": every linear layer. In a list, "default" means the family's and
-            "text" the layers of the text stream of a model with joint attention.
-        dropout: probability of dropping an element of an adapter's input, in [0, 1). On shards, each rank draws its
-            own elements from the shared random state.
-        file: LoRA in diffusers' format to continue, or a folder with one.
-        ranks: ranks of layers by the ends of their names, in place of `rank`; the last one that matches counts. Without
-            `alpha`, the scale of each layer is 1.
-        dora: train the norms of the adapted layers' weights, too (DoRA, arXiv:2402.09353).
-        lokr: train Kronecker products in place of a LoRA (LoKr, arXiv:2309.14859): the size of the first factor, if it
-            divides that of the layer; -1 makes both factors about equally large. `rank` is that of the second factor.
-    Raises: ValueError: an invalid value.
-    """
-
-    rank: int | None = None
-    alpha: float | None = None
-    targets: Sequence[str] | str | None = None
-    dropout: float = 0.0
-    file: str | Path | None = None
-    ranks: Mapping[str, int] | None = None
-    dora: bool = False
-    lokr: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rank is not None and not Integer(1).passes(self.rank):
-            raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1, or None")
-        for name, rank in (self.ranks or {}).items():
-            if not Integer(1).passes(rank):
-                raise ValueError(f"lora.ranks={dict(self.ranks or {})}: {name} must be an integer of at least 1")
-        if self.file is not None and (self.ranks or self.dora or self.lokr is not None):
-            raise ValueError(
-                "lora.ranks, lora.dora and lora.lokr do not work with lora.file: only a LoRA of one rank is continued"
-            )
-        if self.lokr is not None:
-            if not Integer(-1).passes(self.lokr) or self.lokr in (0, 1):
-                raise ValueError(f"lora.lokr={self.lokr!r} must be an integer of at least 2, -1, or None")
-            if self.dora or self.dropout:
-                raise ValueError("lora.dora and lora.dropout do not work with lora.lokr: leave one of them out")
-        if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
-            raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
-        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
-            raise ValueError(f"lora.dropout={self.dropout!r} must be a number of at least 0 and below 1")
-        if isinstance(self.targets, str):
-            try:
-                re.compile(self.targets)
-            except re.error as error:
-                raise ValueError(f"lora.targets={self.targets!r} is not a valid regular expression: {error}") from None
-        elif self.targets is not None:
-            targets = tuple(self.targets) if isinstance(self.targets, Sequence) else ()
-            if not targets or not all(isinstance(x, str) and x for x in targets):
-                raise ValueError(
-                    f"lora.targets={self.targets!r} must be a list of names, such as [to_q, to_v], or a regular "
-                    "expression"
-                )
-            object.__setattr__(self, "targets", targets)
 
 
 def add_lora(
@@ -205,10 +139,6 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
         for name, x in transformer.named_parameters()
         if re.search(rf"\.(lora_A|lora_B|{_NORMS}|lokr_\w+)\.{ADAPTER}\b", name)
     }
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _layers_to_adapt(

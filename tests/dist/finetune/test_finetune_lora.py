@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora, lora_state
+from lightning_cp.finetune.adapters.lora import add_lora, lora_state
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from tests.dist.lightning_ranks import fabric_of, whole
 from tests.harness import RankPool

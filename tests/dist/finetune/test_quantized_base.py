@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.quantize import QuantizedLinear, quantize_base

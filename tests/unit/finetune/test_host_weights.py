@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.host_weights import HostWeights, offload_blocks
 from lightning_cp.finetune.quantize import quantize_base
 from tests.dist.finetune.test_finetune_lora import loss_of

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora
+from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.quantize import FORMATS, QuantizedLinear, pack, quantize_base, unpack
 from tests.models import TINY
 from tests.pretrained import inputs

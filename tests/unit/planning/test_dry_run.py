@@ -16,7 +16,7 @@ from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.engine.apply import NoPlanError
-from lightning_cp.finetune.adapters.lora import LoraSettings
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.step import Compute, Layout

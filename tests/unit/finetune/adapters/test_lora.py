@@ -15,8 +15,9 @@ from torch import nn
 
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.families import family_for
-from lightning_cp.finetune.adapters.lora import LoraSettings, add_lora, check_lora, lora_state
+from lightning_cp.finetune.adapters.lora import add_lora, check_lora, lora_state
 from lightning_cp.finetune.adapters.lora_file import load_loras
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.families.image.sd3 import StableDiffusion3
 from tests.families.cases import made
@@ -46,18 +47,18 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rank": 0}, "lora.rank=0 must be an integer of at least 1"),
+        ({"rank": 0}, "lora.rank=0 must be None or a whole number, at least 1"),
         ({"rank": 2.0}, "lora.rank=2.0"),
         ({"rank": True}, "lora.rank=True"),
-        ({"alpha": 0}, "lora.alpha=0 must be a positive number"),
+        ({"alpha": 0}, "lora.alpha=0 must be None or a number more than 0"),
         ({"alpha": float("nan")}, "lora.alpha=nan"),
         ({"alpha": "4"}, "lora.alpha='4'"),
-        ({"dropout": 1.0}, "lora.dropout=1.0 must be a number of at least 0 and below 1"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be a number at least 0 and less than 1"),
         ({"dropout": -0.1}, "lora.dropout=-0.1"),
-        ({"targets": "blocks.(0"}, "lora.targets='blocks.(0' is not a valid regular expression: missing )"),
-        ({"ranks": {"to_q": 0}}, "lora.ranks={'to_q': 0}: to_q must be an integer of at least 1"),
-        ({"ranks": {"to_q": 2}, "file": "x"}, "do not work with lora.file: only a LoRA"),
-        ({"dora": True, "file": "x"}, "do not work with lora.file: only a LoRA"),
+        ({"targets": "blocks.(0"}, "lora.targets=blocks.(0 is not a valid regular expression: missing )"),
+        ({"ranks": {"to_q": 0}}, "lora.ranks={'to_q': 0} must be None, or whole numbers of at least 1"),
+        ({"ranks": {"to_q": 2}, "file": "x"}, "lora.ranks does not work with lora.file: only a plain LoRA"),
+        ({"dora": True, "file": "x"}, "lora.dora does not work with lora.file: only a plain LoRA"),
         ({"targets": []}, "lora.targets=[] must be a list of names"),
         ({"targets": ["to_q", 3]}, "lora.targets=['to_q', 3]"),
         ({"targets": 3}, "lora.targets=3"),
@@ -533,11 +534,11 @@ def test_a_model_without_a_text_stream_has_no_such_layers() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lokr": 1}, r"lora\.lokr=1 must be an integer of at least 2, -1, or None"),
-        ({"lokr": True}, r"lora\.lokr=True must be an integer"),
-        ({"lokr": 4, "dora": True}, r"lora\.dora and lora\.dropout do not work with lora\.lokr"),
-        ({"lokr": 4, "dropout": 0.1}, r"lora\.dora and lora\.dropout do not work with lora\.lokr"),
-        ({"lokr": 4, "file": "x"}, "do not work with lora.file"),
+        ({"lokr": 1}, r"lora\.lokr=1 must be one of None, -1 or a whole number, at least 2"),
+        ({"lokr": True}, r"lora\.lokr=True must be one of None, -1"),
+        ({"lokr": 4, "dora": True}, r"lora\.dora does not work with lora\.lokr"),
+        ({"lokr": 4, "dropout": 0.1}, r"lora\.dropout does not work with lora\.lokr"),
+        ({"lokr": 4, "file": "x"}, r"lora\.lokr does not work with lora\.file"),
     ],
 )
 def test_settings_that_lokr_does_not_have_are_refused(settings: dict[str, Any], message: str) -> None:
