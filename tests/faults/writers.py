@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 
 from lightning_cp.app.benchmark.gpu.page import write_page
 from lightning_cp.app.benchmark.gpu.results import Result, write_results
-from lightning_cp.app.benchmark.plots import draw_data
+from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.report import write_csv
+from lightning_cp.app.benchmark.subject import SINGLE_RANK
 from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
 from lightning_cp.app.runs.outcome import Outcome, Status
 from lightning_cp.app.runs.saved_settings import save_settings
@@ -74,8 +75,8 @@ def _written(path: Path) -> None:
         path.write_text(TEXT)
 
 
-_DATA: Any = [{"samples_per_s": 3.0, "waited": 0.5, "subject": "a"}]
 _ONES = {"x": torch.ones(2)}
+_ROWS: Any = [{"workload": "a", "tokens": 1, "ranks": 1, "subject": SINGLE_RANK, "ratio": 1.0, "peak_bytes": 1}]
 _SEEN = np.arange(48, dtype=np.uint8)
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "atomic file": ("a.json.partial", lambda folder: write_atomically(folder / "a.json")),
@@ -100,7 +101,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "manifest": (MANIFEST, lambda folder: Manifest(1, 1.0, {}, {"a": TEXT}).write(folder)),
     "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
     "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),
-    "plot of a benchmark": ("bench.png", lambda folder: draw_data(_DATA, folder / "bench.png")),
+    "plot of a benchmark": ("bench.png", lambda folder: draw_workload(_ROWS, folder / "bench.png")),
     "results": ("r.json.partial", lambda folder: write_results({"a": {"b": Result()}}, folder / "r.json")),
     "page": ("gpu.md", lambda folder: write_page({}, [], folder, device="cpu")),
     "new file": ("x", lambda folder: new_file(folder / "x").write_text(TEXT)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from lightning_cp.app.benchmark.data_made import (
     new_writer,
     write_media,
 )
-from lightning_cp.app.benchmark.data_rows import DataFigures
+from lightning_cp.app.benchmark.ranks import check_device, device_of, rows_on_ranks
+from lightning_cp.app.benchmark.report import MS, SPREAD, Column, Row, publish, show, times_of
+from lightning_cp.app.runs.ranks import on_ranks
 from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.data import bucket_loader
 from lightning_cp.finetune.encoders import components_on
@@ -34,13 +37,41 @@ from lightning_cp.finetune.precompute import Loader, encode_captions, encode_sou
 from lightning_cp.undoable import intercept_method
 
 _WARM_UPS = 2
-
+_COLUMNS = (
+    *(MS, Column("median", "median_s", 1e3, ".1f"), SPREAD),
+    Column("samples/s", "samples_per_s"),
+    Column("waiting", "waited", 100, ".1f", " %"),
+)
+_ABOUT = """
+Measured in one process. *Training steps* read batches from a latent cache; *waiting* is the median time until the next
+batch is there, as a share of the median step. *Precompute* reads, decodes, crops and encodes files, and writes the
+cache; *waiting* is the share of the time in which the VAE waits for files. *ms* is a step, or a pass over all files or
+captions. The encoders have random weights and are small: real ones take longer per sample, and wait less.
+"""
 
 Repetition = tuple[float, float | None]  # seconds, and how many of them were spent waiting for data
 
 
-def measure_data(config: DictConfig, device: torch.device) -> dict[str, DataFigures]:
-    """Measure training steps from a latent cache, then precompute. Returns: figures by subject.
+def check_settings(config: DictConfig) -> str:
+    """Check the settings. Returns: what is wrong; "" if nothing is."""
+    return check_device(config, 1)
+
+
+def run(config: DictConfig, folder: Path) -> None:
+    """Measure, and show the results."""
+    rows = rows_on_ranks(measure, config, 1, folder)
+    show(rows, _COLUMNS)
+    publish(rows, _COLUMNS, folder, config.page, about=_ABOUT)
+
+
+@on_ranks
+def measure(config: DictConfig) -> Iterator[Row]:
+    """Measure in this process, which on CPU has one thread."""
+    yield from measure_data(config, device_of(config))
+
+
+def measure_data(config: DictConfig, device: torch.device) -> list[Row]:
+    """Measure training steps from a latent cache, then precompute. Returns: a row for each subject.
 
     Subjects run one after the other, not in turn: workers would load during the steps of another subject.
     """
@@ -58,26 +89,39 @@ def measure_data(config: DictConfig, device: torch.device) -> dict[str, DataFigu
             subjects[f"precompute, {kind}"] = config.data.files, media
         text = functools.partial(_captions, config, device, pipe, family)
         subjects["precompute, captions"] = config.data.captions, text
-        return {name: _measured(count, start, config) for name, (count, start) in subjects.items()}
+        about = {"workload": "data", "tokens": config.tokens, "ranks": 1}
+        return [
+            {**about, "subject": name, **_measured(count, start, config)} for name, (count, start) in subjects.items()
+        ]
 
 
-def _measured(samples: int, start: Callable[[], Generator[Repetition, None, None]], config: DictConfig) -> DataFigures:
-    """Repeat a subject, at least `repeats` times and for `seconds`."""
-    figures = DataFigures(samples)
+def _measured(samples: int, start: Callable[[], Generator[Repetition, None, None]], config: DictConfig) -> Row:
+    """Repeat a subject, at least `repeats` times and for `seconds`. Returns: figures of a row."""
+    times_s, waited_s = list[float](), list[float]()
     try:
         with closing(start()) as repetitions:
             for _ in range(_WARM_UPS):
                 next(repetitions)
             started = time.perf_counter()
-            while len(figures.times_s) < config.repeats or time.perf_counter() - started < config.seconds:
+            while len(times_s) < config.repeats or time.perf_counter() - started < config.seconds:
                 elapsed, waited = next(repetitions)
-                figures.times_s.append(elapsed)
+                times_s.append(elapsed)
                 if waited is not None:
-                    figures.waited_s.append(waited)
+                    waited_s.append(waited)
     except (ImportError, ValueError, OSError) as error:  # a package that is missing, or a codec
         lines = str(error).strip().splitlines()
-        return DataFigures(refused=f"{type(error).__name__}: {lines[0] if lines else ''}")
-    return figures
+        return {"refused": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+    return data_figures(samples, times_s, waited_s)
+
+
+def data_figures(samples: int, times_s: Sequence[float], waited_s: Sequence[float]) -> Row:
+    """Return figures of a row: waiting is a ratio of medians, and samples are counted at the median.
+
+    Args: waited_s: seconds of each repetition spent waiting for data; empty if the subject reads no data.
+    """
+    figures = times_of(times_s)
+    waiting = {"waited": statistics.median(waited_s) / figures["median_s"]} if waited_s else {}
+    return {**figures, "samples_per_s": samples / figures["median_s"], **waiting}
 
 
 def _steps(

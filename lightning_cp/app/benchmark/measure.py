@@ -27,7 +27,7 @@ class Figures:
         sent_bytes, exchanges: bytes sent and exchanges per step, the largest over ranks; None for other libraries.
         waited: fraction of a step in which a rank waits for a transfer and computes nothing: the median over steps
             (CUDA: the traced step); None for other libraries.
-        work, imbalance: see `Subject`.
+        work: see `Subject`.
         refused: why the subject cannot run this workload; "" if it can.
     """
 
@@ -37,7 +37,6 @@ class Figures:
     exchanges: int | None = None
     waited: float | None = None
     work: float = 1.0
-    imbalance: float | None = None
     refused: str = ""
 
     @property
@@ -64,7 +63,7 @@ def measure_subjects(
         traces: folder for a Chrome trace of each subject's step on rank 0; None: no traces.
     Ranks: the whole world, with equal arguments.
     """
-    figures_of = {x.name: Figures(work=x.work, imbalance=x.imbalance) for x in subjects}
+    figures_of = {x.name: Figures(work=x.work) for x in subjects}
     steps: dict[str, Step] = {}
     for subject in subjects:
         step, refused = _build(subject, device)

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.app.benchmark.report import ResultRow, count_ranks
+from lightning_cp.app.benchmark.report import Row, count_ranks
 from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
 from lightning_cp.app.planning.report import colours
 from lightning_cp.files import writing_new
 
 
-def draw_workload(rows: Sequence[ResultRow], path: Path) -> None:
+def draw_workload(rows: Sequence[Row], path: Path) -> None:
     """Plot time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
 
     By length, or as bars if there is only one length. Times with a spread above 30 % are marked.
     """
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
+    shown = [row for row in rows if "ratio" in row and row["subject"] != ALL_THREADS]
     shown = [row for row in shown if not row["subject"].endswith(UNCHECKED)]
     degrees = sorted({row["ranks"] for row in shown})
     figure = Figure(figsize=(14, 3.4 * len(degrees)), layout="constrained")
@@ -39,46 +39,23 @@ def draw_workload(rows: Sequence[ResultRow], path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def draw_data(rows: Sequence[ResultRow], path: Path) -> None:
-    """Draw samples per second and the share of waiting of the workload `data`, as PNG."""
-    from matplotlib.figure import Figure
-
-    shown = [row for row in rows if row["samples_per_s"] is not None]
-    figure = Figure(figsize=(12, 1 + 0.4 * len(shown)), layout="constrained")
-    axes: Any = figure.subplots(1, 2, sharey=True)
-    palette = colours(row["subject"] for row in shown)
-    values = [row["samples_per_s"] for row in shown], [row["waited"] and 100 * row["waited"] for row in shown]
-    for axis, name, numbers in zip(axes, ("samples per second", "waiting for data, %"), values, strict=True):
-        bars = axis.barh(range(len(shown)), [x or 0 for x in numbers], color=[palette[row["subject"]] for row in shown])
-        axis.bar_label(bars, ["–" if x is None else f"{x:.3g}" for x in numbers], padding=3)
-        axis.set_title(name, fontsize=9)
-        axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.margins(x=0.15)
-    axes[0].set_xscale("log")  # captions are encoded much faster than clips
-    axes[0].set_yticks(range(len(shown)), [row["subject"] for row in shown])
-    axes[0].invert_yaxis()
-    with writing_new(path):
-        figure.savefig(path, dpi=110)
-
-
 _NOISY = 0.3  # spread above which a time is marked
 _Curves = dict[str, tuple[list[float | None], ...]]  # subject -> (times, memory, waiting, spread), each by length
 
 
-def _curves(rows: Sequence[ResultRow], ranks: int) -> _Curves:
+def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
     one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, SINGLE_RANK)}
     curves: _Curves = {}
     for subject in dict.fromkeys(row["subject"] for row in rows):
         if subject in (ONE_THREAD, SINGLE_RANK):
             continue
         mine = {row["tokens"]: row for row in rows if row["subject"] == subject}
-        measured = [mine.get(tokens) for tokens in one]
+        measured = [mine.get(tokens, {}) for tokens in one]
         curves[subject] = (
-            [row and row["ratio"] for row in measured],
-            [row and row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in measured],
-            [None if row is None or row["waited"] is None else 100 * row["waited"] for row in measured],
-            [row and row["spread"] for row in measured],
+            [row.get("ratio") for row in measured],
+            [x["peak_bytes"] * ranks / max(one[x["tokens"]]["peak_bytes"], 1) if x else None for x in measured],
+            [100 * row["waited"] if "waited" in row else None for row in measured],
+            [row.get("spread") for row in measured],
         )
     return curves
 

@@ -14,7 +14,6 @@ from lightning_cp.engine.apply import parallelize
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
 SINGLE_RANK = "one process"  # on a GPU
 UNCHECKED = ", check_peers=off"  # after a mode's name: the same, without comparing arguments between ranks
-UNMASKED = "ring, no mask"
 QUERIES_CALL, HEADS_CALL = "one call: its queries", "one call: its heads"  # a rank's share, nothing sent
 
 

@@ -1,6 +1,7 @@
 """Run a function on ranks of this machine, and collect the rows that it yields."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import wraps
@@ -19,23 +20,39 @@ _ROWS = "rows.jsonl"
 
 
 def on_ranks(function: Callable[[Any], Iterator[Any]]) -> Target:
-    """Return a target for `run_on_ranks`: it joins the ranks over gloo, and runs a generator function to its end.
+    """Return a target for `run_on_ranks`: it joins the ranks, and runs a generator function to its end.
 
-    The generator gets the settings. What it yields on rank 0 are the rows of the result, plain values.
+    The ranks use gloo, or NCCL with a GPU each if the setting `device` is cuda. With the setting `simulated_ranks`, a
+    single rank joins a world of this size that sends nothing. The generator gets the settings. What it yields on rank 0
+    are the rows of the result, plain values.
     """
 
     @wraps(function)
     def target(settings: Path) -> None:
-        # The launcher has the time limit: a time-out of a collective would be reported as a failure.
-        init_process_group("gloo", timeout=timedelta(days=2))
+        config: Any = OmegaConf.load(settings)
+        _join(is_gpu=config.get("device") == "cuda", simulated_ranks=config.get("simulated_ranks", 0))
         from torch.distributed import get_rank
 
-        for row in function(OmegaConf.load(settings)):
+        for row in function(config):
             if get_rank() == 0:
                 with settings.with_name(_ROWS).open("a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(row)}\n")
 
     return target
+
+
+def _join(*, is_gpu: bool, simulated_ranks: int) -> None:
+    import torch
+
+    from lightning_cp.compat.torch_names import fake_store
+
+    if is_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if simulated_ranks:
+        torch.distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=simulated_ranks)
+    else:
+        # The launcher has the time limit: a time-out of a collective would be reported as a failure.
+        init_process_group("nccl" if is_gpu else "gloo", timeout=timedelta(days=2))
 
 
 def run_on_ranks(

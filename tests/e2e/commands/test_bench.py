@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ from tests.harness import warm
 QUICK = ("bench=quick", "repeats=2", "seconds=0", "attention.lengths=[128]")
 
 
-def _bench(folder: Path, *settings: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "recipes/bench.py", f"hydra.run.dir={folder}", *QUICK, *settings]
+def _bench(folder: Path, *given: str, cold: bool = False, settings: tuple[str, ...] = QUICK) -> Any:
+    command = [sys.executable, "recipes/bench.py", f"hydra.run.dir={folder}", *settings, *given]
     if cold:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     return warm.run(command, cwd=ROOT, timeout=300)
@@ -40,7 +41,7 @@ def _assert_measured(workload: str, by_name: dict[tuple[str, str], dict[str, str
         assert float(row["best_s"]) <= float(row["median_s"])
         assert int(row["sent_bytes"]) > 0
         assert 0 <= float(row["waited"]) < 1
-    assert not by_name[workload, "diffusers Ulysses"]["refused"]
+    assert not by_name[workload, "diffusers Ulysses"].get("refused")
     assert one["sent_bytes"] == ""
     assert (folder / f"bench_{workload}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -78,18 +79,20 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
     assert alone["sent_bytes"] == together["sent_bytes"], "it does what a rank does"
     assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "a refusal is reported"
     _assert_attention_sends_what_it_should(by_name, tmp_path)
-    for subject in (
-        "training steps, 0 workers",
-        "training steps, 2 workers",
-        "precompute, pictures",
-        "precompute, clips",
-    ):
+
+
+@pytest.mark.full
+def test_loading_and_precompute_are_measured(tmp_path: Path) -> None:
+    done = _bench(tmp_path, "bench=data", "repeats=2", "seconds=0", "data.files=1", settings=())
+    assert done.returncode == 0, done.stderr
+    by_name = _rows(tmp_path)
+    subjects = ("training steps, 0 workers", "training steps, 2 workers", "precompute, pictures", "precompute, clips")
+    for subject in subjects:
         row = by_name["data", subject]
-        assert not row["refused"], row["refused"]
+        assert not row.get("refused"), row["refused"]
         assert 0 < float(row["waited"]) < 1
         assert float(row["samples_per_s"]) == pytest.approx(1 / float(row["median_s"])), "one sample or file at a time"
     assert float(by_name["data", "precompute, captions"]["samples_per_s"]) > 0
-    assert (tmp_path / "bench_data.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -97,11 +100,7 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
     [
         (
             "workloads=[atention]",
-            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, sparse",
-        ),
-        ("~data", "data needs settings with a diffusers.WanTransformer3DModel and a section data, as in bench=cpu"),
-        pytest.param(
-            "workloads=[sparse] sparse.blocks=[0]", "integers of at least 8; got [512, 32, 0]", marks=pytest.mark.full
+            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling",
         ),
         pytest.param("ranks=[1]", "ranks=[1]: must be integers of at least 2", marks=pytest.mark.full),
         pytest.param(
@@ -125,12 +124,21 @@ def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.full
 def test_sparse_masks_are_measured_in_one_process_and_on_ranks(tmp_path: Path) -> None:
-    done = _bench(tmp_path, "workloads=[sparse]", f"page={tmp_path / 'page.md'}")
+    small = (
+        "bench=sparse",
+        "ranks=[2]",
+        "attention.tokens=512",
+        "frame=32",
+        "blocks=[32,16]",
+        "repeats=2",
+        "seconds=0",
+    )
+    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", settings=small)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "bench.csv").open() as file:
         rows = {(row["ranks"], row["subject"]): row for row in csv.DictReader(file)}
     for row in rows.values():
-        assert not row["refused"], row["refused"]
+        assert not row.get("refused"), row["refused"]
         one = rows[row["ranks"], "one process, one thread"]
         share = float(row["best_s"]) * int(row["ranks"]) / float(one["best_s"])
         assert float(row["ratio"]) == pytest.approx(share / float(row["work"])), "relative to the work of the mask"

@@ -16,7 +16,7 @@ from lightning_cp.planning.models import MediaSize
 PARTS = ("activations", "clips")
 
 
-def check_long_clips(config: DictConfig) -> str:
+def check_settings(config: DictConfig) -> str:
     """Check the settings of bench=long_clips. Returns: what is wrong; "" if nothing is."""
     for name, values, valid in (
         ("parts", config.parts, PARTS),
@@ -35,7 +35,7 @@ def check_long_clips(config: DictConfig) -> str:
     return ""
 
 
-def run_long_clips(config: DictConfig, folder: Path, report: Callable[[str], object] = print) -> None:
+def run(config: DictConfig, folder: Path, report: Callable[[str], object] = print) -> None:
     """Count the activations and the longest clips, and write them to `folder`. The rows are reported as they come."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     activations, clips = [], []
