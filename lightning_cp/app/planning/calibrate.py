@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
+from lightning_cp.app.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.timing import Step, low_quartile, machine_name, time_in_turn
-from lightning_cp.checkpoint.folder import atomic_file, temporary_folder
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.comm.transfer import all_gather_tensor
-from lightning_cp.launch import Job, LocalLauncher, Machine
-from lightning_cp.launch.rendezvous import init_process_group
+from lightning_cp.launch import Machine
 from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
 from lightning_cp.planning.recorder import Recorder, Segment
 from lightning_cp.planning.recording import adamw
@@ -42,29 +41,21 @@ def calibrate(ranks: int, *, is_gpu: bool, folder: Path) -> Path:
         raise SettingsError(
             f"ranks={ranks} need a GPU each: there are {Machine.this().gpus} here; use fewer ranks, or gpu=cpu"
         )
-    with temporary_folder() as scratch:
-        result, settings = folder / "device.yaml", scratch / "settings.yaml"
-        OmegaConf.save({"is_gpu": is_gpu, "result": str(result.absolute())}, settings)
-        job = Job(f"{__name__}:measure_device", settings, ranks, folder / "logs", threads=0 if is_gpu else 1)
-        outcome = LocalLauncher(limit_s=_LIMIT_S).launch(job)
+    settings = {"device": "cuda" if is_gpu else "cpu"}
+    rows, outcome = run_on_ranks(measure_device, settings, ranks, limit_s=_LIMIT_S, threads=0 if is_gpu else 1)
     if outcome.failure is not None:
         raise RuntimeError(outcome.failure.describe())
+    result = folder / "device.yaml"
+    with atomic_file(result) as scratch_file:
+        OmegaConf.save(rows[0], scratch_file)
     return result
 
 
-@reads_settings
-def measure_device(config: DictConfig) -> None:
-    """Measure on every rank at the same time; rank 0 writes the device as YAML."""
-    if config.is_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    init_process_group("nccl" if config.is_gpu else "gloo")
-    measured = measured_rates(
-        torch.device("cuda", torch.cuda.current_device()) if config.is_gpu else torch.device("cpu")
-    )
-    if dist.get_rank() == 0:
-        with atomic_file(Path(config.result)) as scratch:
-            OmegaConf.save(as_figures(measured), scratch)
-    dist.destroy_process_group()
+@on_ranks
+def measure_device(config: DictConfig) -> Iterator[dict[str, Any]]:
+    """Measure on every rank at the same time, and yield the device."""
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    yield as_figures(measured_rates(device))
 
 
 def measured_rates(device: torch.device) -> Device:
