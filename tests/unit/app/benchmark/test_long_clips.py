@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.benchmark.long_clips.activations import activation_rows
 from lightning_cp.app.benchmark.long_clips.curve import ClipRow, layout_of, longest
 from lightning_cp.app.benchmark.long_clips.report import write
-from lightning_cp.app.benchmark.long_clips.run import check_long_clips
+from lightning_cp.app.benchmark.long_clips.run import check_settings
 from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.planning.models import MediaSize
 
@@ -86,5 +86,5 @@ def test_rows_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings_are_refused(setting: str, said: str) -> None:
-    assert check_long_clips(_config()) == ""
-    assert said in check_long_clips(_config(setting))
+    assert check_settings(_config()) == ""
+    assert said in check_settings(_config(setting))
