@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from lightning_cp.app.benchmark import workloads
 from lightning_cp.app.benchmark.measure import Figures, measure_subjects
 from lightning_cp.app.benchmark.plots import draw_workload
 from lightning_cp.app.benchmark.ranks import check_device, check_integers, device_of, rows_on_ranks
@@ -75,6 +74,8 @@ def run(config: DictConfig, folder: Path) -> None:
 @on_ranks
 def measure(config: DictConfig) -> Iterator[Row]:
     """Measure the workloads on this rank, and yield the rows."""
+    from lightning_cp.app.benchmark import workloads
+
     device, world = device_of(config), dist.get_world_size()
     for name in (name for name in WORKLOADS if name in config.workloads):
         work = getattr(workloads, name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.report import Row
+from lightning_cp.app.benchmark.report import Row, count_ranks
 from lightning_cp.app.runs.ranks import Target, run_on_ranks
 from lightning_cp.launch import Machine
 
@@ -22,7 +22,7 @@ def check_device(config: DictConfig, ranks: int) -> str:
         return f"device={config.device} is not valid: must be cpu or cuda"
     gpus = Machine.this().gpus
     if config.device == "cuda" and ranks > gpus:
-        return f"{ranks} ranks need a GPU each, but there are {gpus} here; use fewer, or device=cpu"
+        return f"device=cuda: {count_ranks(ranks)}, but there are {gpus} GPUs here; use fewer ranks, or device=cpu"
     return ""
 
 
