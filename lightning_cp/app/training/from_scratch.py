@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from diffusers import ModelMixin
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -50,6 +51,11 @@ class FromScratch(TrainingSetup):
     @override
     def denoiser(self) -> nn.Module:
         module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
+        if self.config.export and not isinstance(module.transformer, ModelMixin):
+            raise ValueError(
+                "export=true writes a transformer of diffusers at the end, and this model has a "
+                f"{type(module.transformer).__name__}: use export=false"
+            )
         self.checkpointed(module.transformer)
         built: nn.Module = module
         return built
