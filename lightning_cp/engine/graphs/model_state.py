@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from functools import partial
 from inspect import Signature
 from itertools import chain
@@ -133,7 +134,7 @@ class ModelState:
                     values.append(compared(value))
         self._versions = list(map(version_of, self._on_host))
         classes = dict.fromkeys(kind for module in self._modules for kind in type(module).__mro__)
-        self._caches = [x for kind in classes for x in vars(kind).values() if hasattr(x, "cache_info")]
+        self._caches = [x for kind in classes for x in _held_functions(kind) if hasattr(x, "cache_info")]
         self._values, self._lengths = list(self._held()), self._count_values()
         self.hooked = next((path or "the model" for path, x in self._module.named_modules() if _has_hooks(x)), "")
         self.is_sharded = any(isinstance(x, DTensor) for x in weights)
@@ -185,6 +186,16 @@ class ModelState:
         if attributes is None or has_slots or isinstance(x, nn.Module):
             self.opaque = self.opaque or f"{name} ({type(x).__name__})"
         return attributes
+
+
+def _held_functions(kind: type) -> Iterator[object]:
+    """Yield the functions of a class, and what they hold in closures (the functions under their decorators)."""
+    for value in vars(kind).values():
+        function = getattr(value, "__func__", value)
+        yield function
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # empty
+                yield cell.cell_contents
 
 
 def _has_hooks(module: nn.Module) -> bool:

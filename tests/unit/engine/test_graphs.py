@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
+from diffusers.utils.torch_utils import lru_cache_unless_export
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -161,13 +162,14 @@ def test_a_value_that_changes_after_the_capture_counts(name: str) -> None:
     graphed.check(calls=1)
 
 
-def test_a_full_cache_of_functions_is_not_read_by_graphs() -> None:
+@pytest.mark.parametrize("decorator", [lru_cache, lru_cache_unless_export])
+def test_a_full_cache_of_functions_is_not_read_by_graphs(decorator: Any) -> None:
     """Diffusers caches tensors of positions by size; a replay does not count as a use of them."""
     graphed = Graphed()
     graphed.check()
 
     class Full(type(graphed.model.rope)):  # type: ignore[misc]
-        @lru_cache(maxsize=1)  # noqa: B019
+        @decorator(maxsize=1)
         def positions(self) -> None: ...
 
     state = ModelState(graphed.model)
