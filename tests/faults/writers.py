@@ -100,7 +100,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "settings": (".hydra/config.yaml", lambda folder: save_settings(folder, *settings())),
     "manifest": (MANIFEST, lambda folder: Manifest(1, 1.0, {}, {"a": TEXT}).write(folder)),
     "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
-    "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),
+    "table of a benchmark": ("bench.csv", lambda folder: write_csv(_ROWS, folder / "bench.csv")),
     "plot of a benchmark": ("bench.png", lambda folder: draw_workload(_ROWS, folder / "bench.png")),
     "results": ("r.json.partial", lambda folder: write_results({"a": {"b": Result()}}, folder / "r.json")),
     "page": ("gpu.md", lambda folder: write_page({}, [], folder, device="cpu")),
