@@ -7,6 +7,7 @@ becomes 2). Its errors name neither the key of the command line nor the value as
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -136,11 +137,12 @@ class Each(Rule):
         return f"a list of {self.count or 'one or more'}, each {self.rule.describe()}"
 
 
-def ruled(default: Any, rule: Rule) -> Any:
-    """Return a dataclass field with a rule, which `check_rules` checks. Args: default: MISSING for none."""
-    return field(default=default, metadata={"rule": rule})
+def ruled(default: Any, rule: Rule, **others: Any) -> Any:
+    """Return a dataclass field with a rule. Args: default: MISSING for none. others: arguments of `field`."""
+    return field(default=default, metadata={"rule": rule}, **others)
 
 
+@cache
 def rules_of(settings: type[Any]) -> dict[str, Rule]:
     """Return the rules of a dataclass, by field; fields without a rule are left out."""
     return {one.name: one.metadata["rule"] for one in fields(settings) if "rule" in one.metadata}
@@ -151,7 +153,7 @@ def check_rules(settings: Any, prefix: str = "") -> None:
 
     Raises: ValueError: the first invalid value.
     """
-    for name, rule in rules_of(type(settings)).items():
+    for name, rule in rules_of(type(settings)).items():  # type: ignore[arg-type]
         value = getattr(settings, name)
         if not rule.passes(value):
             raise ValueError(f"{prefix}{name}={value!r} must be {rule.describe().replace('null', 'None')}")

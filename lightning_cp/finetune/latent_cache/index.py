@@ -9,10 +9,10 @@ import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.errors import CacheError, StaleCacheError
@@ -21,7 +21,7 @@ from lightning_cp.finetune.families import Facts
 from lightning_cp.finetune.latent_cache.fingerprint import check_fresh
 from lightning_cp.finetune.latent_cache.rows import CONTENTS, PREVIOUS, Kind, caption_hash, checked
 from lightning_cp.finetune.latent_cache.store import TEMPORARY, remove_abandoned, write_file
-from lightning_cp.rules import Either, OneOf, Text
+from lightning_cp.rules import Either, OneOf, Text, ruled
 
 FORMAT, INDEX = 3, "index.json"
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "safetensors")
@@ -45,12 +45,12 @@ class CacheIndex:
         versions: versions of Python and packages that began the cache; kept when a run continues.
     """
 
-    family: Annotated[str, Text()]
-    facts: Annotated[Facts, Kind(dict)]
-    fingerprint: Annotated[Mapping[str, str], Kind(dict, str)]
-    settings: Annotated[Mapping[str, Any], Kind(dict)] = field(default_factory=dict)
-    empty_caption: Annotated[str | None, Either(OneOf((None,)), Text())] = caption_hash("")
-    versions: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=_versions)
+    family: str = ruled(MISSING, Text())
+    facts: Facts = ruled(MISSING, Kind(dict))
+    fingerprint: Mapping[str, str] = ruled(MISSING, Kind(dict, str))
+    settings: Mapping[str, Any] = ruled(MISSING, Kind(dict), default_factory=dict)
+    empty_caption: str | None = ruled(caption_hash(""), Either(OneOf((None,)), Text()))
+    versions: Mapping[str, str] = ruled(MISSING, Kind(dict, str), default_factory=_versions)
 
     @cached_property
     def identity(self) -> dict[str, str]:

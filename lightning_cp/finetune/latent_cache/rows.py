@@ -6,10 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from typing_extensions import override
 
@@ -18,7 +17,7 @@ from lightning_cp.files import read_json
 from lightning_cp.finetune.latent_cache.store import write_file
 from lightning_cp.finetune.media.limits import REPEATS
 from lightning_cp.finetune.media.source import Use
-from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text, ruled, rules_of
 
 CONTENTS, PREVIOUS = "contents.json", "previous.json"
 _NULL, _COUNT = OneOf((None,)), Integer(1, 2**31 - 1)
@@ -64,20 +63,20 @@ class MediaRow:
         tensors: dtype and shape of each tensor; set by the writer.
     """
 
-    id: Annotated[str, Text()]
-    source: Annotated[str, Kind(str)]
-    source_hash: Annotated[str, Text()]
-    frames: Annotated[int, _COUNT]
-    height: Annotated[int, _COUNT]
-    width: Annotated[int, _COUNT]
-    tokens: Annotated[int, _COUNT]
-    captions: Annotated[tuple[str, ...], Each(Text())]
-    fps: Annotated[float | None, Either(_NULL, Number(above=0))] = None
-    crop: Annotated[tuple[int, int, int, int] | None, Either(_NULL, Each(Integer(0), 4))] = None
-    repeats: Annotated[int, Integer(1, REPEATS)] = 1
-    weight: Annotated[float, Number(above=0)] = 1.0
-    use: Annotated[str, OneOf(get_args(Use))] = "train"
-    tensors: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=dict, hash=False)
+    id: str = ruled(MISSING, Text())
+    source: str = ruled(MISSING, Kind(str))
+    source_hash: str = ruled(MISSING, Text())
+    frames: int = ruled(MISSING, _COUNT)
+    height: int = ruled(MISSING, _COUNT)
+    width: int = ruled(MISSING, _COUNT)
+    tokens: int = ruled(MISSING, _COUNT)
+    captions: tuple[str, ...] = ruled(MISSING, Each(Text()))
+    fps: float | None = ruled(None, Either(_NULL, Number(above=0)))
+    crop: tuple[int, int, int, int] | None = ruled(None, Either(_NULL, Each(Integer(0), 4)))
+    repeats: int = ruled(1, Integer(1, REPEATS))
+    weight: float = ruled(1.0, Number(above=0))
+    use: str = ruled("train", OneOf(get_args(Use)))
+    tensors: Mapping[str, str] = ruled(MISSING, Kind(dict, str), default_factory=dict, hash=False)
 
     @property
     def made_from(self) -> tuple[str, ...]:
@@ -95,9 +94,9 @@ class TextRow:
         tensors: dtype and shape of each tensor; set by the writer.
     """
 
-    caption: Annotated[str, Kind(str)]
-    media_id: Annotated[str | None, Either(_NULL, Text())] = None
-    tensors: Annotated[Mapping[str, str], Kind(dict, str)] = field(default_factory=dict, hash=False)
+    caption: str = ruled(MISSING, Kind(str))
+    media_id: str | None = ruled(None, Either(_NULL, Text()))
+    tensors: Mapping[str, str] = ruled(MISSING, Kind(dict, str), default_factory=dict, hash=False)
 
     @property
     def made_from(self) -> tuple[str, ...]:
@@ -120,18 +119,13 @@ def caption_hash(caption: str, media_id: str | None = None) -> str:
 
 def checked(kind: type[T], values: Any) -> T:
     """Build a row, or an index, from plain values. Raises: CacheError: a field is missing, unknown or invalid."""
-    rules = _rules(kind)  # type: ignore[arg-type]
+    rules = rules_of(kind)  # type: ignore[arg-type]
     if not isinstance(values, dict) or values.keys() != rules.keys():
         raise CacheError(f"it must have exactly the fields {', '.join(rules)}, got {ascii(values)[:200]}")
     for name, rule in rules.items():
         if not rule.passes(values[name]):
             raise CacheError(f"{name}={ascii(values[name])[:80]} must be {rule.describe()}")
     return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
-
-
-@cache
-def _rules(kind: Any) -> dict[str, Rule]:
-    return {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
 @dataclass(frozen=True)
