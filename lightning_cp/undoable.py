@@ -40,9 +40,10 @@ def intercept_calls(
     if not isinstance(thing, nn.Module):
         return _intercept_class(thing, around, **attributes)
     before = thing.__dict__.get("_compiled_call_impl")
-    intercepted = _InterceptedCall(_Interception(around), thing._call_impl if before is None else before)
+    call = thing._call_impl if before is None else before
+    intercepted = _InterceptedCall(_Interception(around), call, _Absent if before is None else before)
     thing.__dict__["_compiled_call_impl"] = intercepted
-    undo: list[Undo] = [partial(_restore_call, thing, intercepted, before)]
+    undo: list[Undo] = [partial(_restore_calls, thing, intercepted)]
 
     def compile_inside(compile_it: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(compile_it, "__self__", thing) is not thing:  # of a copy, which is called without the interception
@@ -51,7 +52,7 @@ def intercept_calls(
         compiled = torch.compile(thing._call_impl, *args, **kwargs)
         if check_compiled is not None:
             check_compiled(compiled)
-        intercepted.call, undo[0] = compiled, partial(_restore_call, thing, intercepted, compiled)
+        intercepted.call = intercepted.before = compiled
 
     if not isinstance(before, _InterceptedCall):  # the innermost
         undo.append(intercept_method(thing, "compile", compile_inside))  # torch's method would drop `intercepted`
@@ -61,8 +62,8 @@ def intercept_calls(
 class _InterceptedCall:
     """The call of a module with an interception around it. A copy of the module has the calls of the original."""
 
-    def __init__(self, state: _Interception, call: Callable[..., Any]) -> None:
-        self.state, self.call = state, call
+    def __init__(self, state: _Interception, call: Callable[..., Any], before: object) -> None:
+        self.state, self.call, self.before = state, call, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.state.run(self.call, args, kwargs)
@@ -71,10 +72,10 @@ class _InterceptedCall:
         return self
 
 
-def _restore_call(thing: nn.Module, intercepted: _InterceptedCall, before: object) -> None:
-    intercepted.state.around = None
-    if thing.__dict__.get("_compiled_call_impl") is intercepted:  # else a later wrapper must be undone first
-        _restore(thing, "_compiled_call_impl", _Absent if before is None else before)
+def _restore_calls(thing: nn.Module, intercepted: _InterceptedCall) -> None:
+    name, intercepted.state.around = "_compiled_call_impl", None
+    while isinstance(top := thing.__dict__.get(name), _InterceptedCall) and top.state.around is None:
+        _restore(thing, name, top.before)  # this one, and wrappers below it that were undone earlier
 
 
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:

@@ -46,7 +46,7 @@ def prepare(folder: Path) -> None:
 
 def outcome(folder: Path) -> Outcome:
     run = str(folder.parent / "inputs")
-    return Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 3, 0.1, 0.1, 0.1, 9.0, 1.0, run)
+    return Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 3, 0.1, 0.1, 0.1, 9.0, 2.0, 1.0, run)
 
 
 def settings() -> Any:

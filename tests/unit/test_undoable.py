@@ -41,6 +41,18 @@ def test_wrappers_of_a_method_are_undone_in_any_order(order: tuple[int, ...]) ->
     assert vars(thing) == {}
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_wrappers_of_calls_of_a_module_are_undone_in_any_order(order: tuple[int, ...]) -> None:
+    module, factors = nn.Identity(), (2, 3, 5)
+    before = vars(module).copy()
+    undo = [intercept_calls(module, times(factor)) for factor in factors]
+    assert module(1) == 2 * 3 * 5
+    for index in order:
+        undo[index]()
+    assert module(1) == 1
+    assert vars(module) == before
+
+
 def test_undo_restores_a_function_that_was_set_on_the_instance() -> None:
     """A hook of accelerate is such a function."""
     thing: Any = Scheduler()

@@ -163,7 +163,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         print(f"The step cache skipped {skipped_fraction(transformers):.1%} of the calls of cached modules.")
     sampling = times.encode_s + times.denoise_s + times.decode_s
     stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
-    return {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}
+    seconds = {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}
+    return {**seconds, "fastest_call": times.fastest_call_s}
 
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def summarise_sampling(folder: Path, seconds: dict[str, float], config: DictConf
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
     for name in seconds:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
     console = terminal.console()
     console.print(f"{rich_text(config.run or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)

@@ -31,7 +31,8 @@ class Outcome:
         job: job number. overrides: Hydra overrides of the job. degrees: data_parallel, ring, ulysses.
         message: error message of a failed job. loss: mean loss of the last rows.
         val_loss: lowest validation loss; NaN without validation. It is then the objective, otherwise `loss` is.
-        step_time_s, tokens_per_s: medians. seconds: duration of the whole job. folder: run folder.
+        step_time_s, tokens_per_s: medians of a training. call_s: fastest call of a pipeline, when sampling.
+        seconds: duration of the whole job. folder: run folder.
     """
 
     job: int
@@ -45,6 +46,7 @@ class Outcome:
     val_loss: float
     step_time_s: float
     tokens_per_s: float
+    call_s: float
     seconds: float
     folder: str
 

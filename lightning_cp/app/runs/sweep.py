@@ -6,6 +6,7 @@ Each job starts fresh, because its ranks are new processes; only the outcomes ar
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import statistics
@@ -81,8 +82,9 @@ def record_job(config: DictConfig, result: Result | None, started: float) -> Out
     hydra = HydraConfig.get()
     run = Path(hydra.runtime.output_dir)
     ran = result is not None and result.began
-    metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
+    metrics, timings, resolved = run / "metrics.csv", run / "timings.json", run / ".hydra" / RESOLVED
     rows = list(read_metric_rows(metrics)) if ran and _is_newer(metrics, started) else []
+    times = json.loads(timings.read_text("utf-8")) if ran and _is_newer(timings, started) else {}
     resolved_config = OmegaConf.load(resolved) if ran and resolved.is_file() else config
     validated = [row["val_loss"] for row in rows if not math.isnan(row.get("val_loss", math.nan))]
     failure = None if result is None else result.failure
@@ -99,6 +101,7 @@ def record_job(config: DictConfig, result: Result | None, started: float) -> Out
         val_loss=min(validated, default=math.nan) if status is Status.FINISHED else math.nan,
         step_time_s=_median([row["step_time_s"] for row in rows]),
         tokens_per_s=_median([row["tokens_per_s"] for row in rows]),
+        call_s=times.get("fastest_call", math.nan),
         seconds=time.monotonic() - started,
         folder=str(run.absolute()),
     )
@@ -208,7 +211,7 @@ def _table(outcomes: list[Outcome]) -> Table:
     table = Table(title="sweep", title_justify="left")
     for name in ("job", "settings", "degrees", "status"):
         table.add_column(name)
-    for name in ("steps", "loss", "val_loss", "ms/step", "tokens/s", "seconds"):
+    for name in ("steps", "loss", "val_loss", "ms/step", "tokens/s", "s/call", "seconds"):
         table.add_column(name, justify="right")
     colours = {Status.FINISHED: "green", Status.FAILED: "red", Status.SKIPPED: "yellow"}
     for outcome, settings in zip(outcomes, differing(outcomes), strict=True):
@@ -222,6 +225,7 @@ def _table(outcomes: list[Outcome]) -> Table:
             _shown(outcome.val_loss, ".4f"),
             _shown(outcome.step_time_s * 1000, ".0f"),
             _shown(outcome.tokens_per_s, ",.0f"),
+            _shown(outcome.call_s, ".2f"),
             f"{outcome.seconds:.0f}",
         )
     return table

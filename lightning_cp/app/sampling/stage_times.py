@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,13 @@ class StageTimes:
 
     Attributes:
         encode_s, denoise_s, decode_s: seconds per stage.
+        fastest_call_s: seconds of the fastest call. (The first one also compiles kernels and connects ranks.)
     """
 
     encode_s: float = 0.0
     denoise_s: float = 0.0
     decode_s: float = 0.0
+    fastest_call_s: float = math.inf
     _marks: list[_Mark] = field(default_factory=list)
 
     def watch(self, pipe: Any) -> None:
@@ -44,10 +47,11 @@ class StageTimes:
     def _call(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._marks, started = [], _Mark()
         result = call(*args, **kwargs)
-        first, last = self._marks or (started, started)
+        ended, (first, last) = _Mark(), self._marks or (started, started)
         self.encode_s += first.since(started)
         self.denoise_s += last.since(first)
-        self.decode_s += _Mark().since(last)
+        self.decode_s += ended.since(last)
+        self.fastest_call_s = min(self.fastest_call_s, ended.since(started))
         return result
 
 

@@ -88,9 +88,14 @@ def _sharded(
     pipe = _pipe(family, name).to(dtype)
     alone = _output(pipe, family, name)
     layers = {key: _layer_bytes(pipe.components[key]) for key in shard}
+    whole = _pipe(family, name).to(dtype)
+    parallelize_pipeline(whole, MODES[mode](ranks), cfg=cfg)
+    expected = _output(whole, family, name)
+    del whole
     before = _bytes_of(_live())
     parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, shard=shard)
     together = _output(pipe, family, name)
+    assert torch.equal(together, expected), "not the bits of whole weights"
     held = {key: _layer_bytes(pipe.components[key]) / layers[key] for key in shard}
     saved = before - _bytes_of(_live())
     assert saved >= 0.9 * sum(layers[key] * (1 - held[key]) for key in shard), "the whole weights live on"

@@ -52,7 +52,8 @@ def test_dpo_prefers_correct_digits_as_in_one_process(tmp_path: Path) -> None:
 
     single = preferences()
     assert [row[0] for row in single] == [0, 50, 100]
-    assert single[-1][1] > 0.65, "most held-out pairs are preferred"
+    assert single[-1][1] > 0.6, "most held-out pairs are preferred"
+    assert single[-1][2] < single[0][2] - 0.02, "the loss falls below log(2)"
     assert single[-1][3] > single[0][3] + 0.1, "the reward rises"
     short = preferences("updates=2")
     for strategy in ("ContextParallelStrategy", "ContextParallelFSDPStrategy"):

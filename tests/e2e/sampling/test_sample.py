@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
@@ -131,12 +132,17 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
         "denoise",
         "decode",
         "write",
+        "fastest_call",
     }
     assert (tmp_path / "out" / "contact_sheet.png").is_file()
-    third = sampled(f"source={pipeline}", "prompts=rain on the sea", "seed=5", *CALL, folder=tmp_path / "third")
+    sweep = ("hydra.mode=MULTIRUN", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=third")
+    third = sampled(*sweep, f"source={pipeline}", "prompts=rain on the sea", "seed=5", *CALL, folder=tmp_path / "third")
     assert third.exit_code == 0, third.stderr
     one = picture(tmp_path / "third" / "samples" / "0000.gif")
     assert np.abs(one - picture(clips[2])).max() <= 2
+    with (tmp_path / "sweep.csv").open() as file:
+        (job,) = csv.DictReader(file)
+    assert 0 < float(job["call_s"]) < float(job["seconds"])
 
 
 @pytest.mark.full
