@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cp.nest import replace
+from lightning_cp.plans.example_inputs import ExampleInputs
+from lightning_cp.plans.examples import EXAMPLES
 
 
 @dataclass(frozen=True)
@@ -47,182 +48,6 @@ class MediaSize:
     batch: int = 1
 
 
-@dataclass(frozen=True)
-class InputsOfClass:
-    """Inputs of a class as data.
-
-    Attributes:
-        inputs: for each argument its kind and its dims, or a value. A dim is a number, a size (batch, text, tokens,
-            audio, frames, height, width; the last three in latents), an entry of the model's configuration, or a sum of
-            those. Kinds: float, int: without values. ones, mask (bool): with values. pair: two of float. each: a list
-            of float, one for each sample. grid: the patches of each picture as numbers. ranges: the numbers below each
-            dim, as one tensor, or several. number: the dim itself.
-        only_if: entry of the configuration without which an argument is left out.
-        space, time: pixels and frames of a latent.
-        patch: latents of a token, in height and in width; None: the entry `patch_size` of the configuration.
-    """
-
-    inputs: Mapping[str, Any]
-    only_if: Mapping[str, str] = field(default_factory=dict)
-    space: int = 8
-    time: int = 4
-    patch: int | None = None
-
-
-_PACKED = {
-    "hidden_states": "float batch tokens in_channels",
-    "encoder_hidden_states": "float batch text joint_attention_dim",
-    "timestep": "float batch",
-}
-_IDS = {"img_ids": "float tokens 3", "txt_ids": "float text 3"}
-_POOLED = {"pooled_projections": "float batch pooled_projection_dim"}
-_SCALE = {"guidance": "float batch"}
-_MASK = {"encoder_attention_mask": "mask batch text"}
-_PICTURE = {"hidden_states": "float batch in_channels height width", "timestep": "float batch"}
-_CLIP = {"hidden_states": "float batch in_channels frames height width", "timestep": "int batch"}
-_WAN = InputsOfClass({**_CLIP, "encoder_hidden_states": "float batch text text_dim"})
-_COGVIEW = InputsOfClass(
-    {
-        **_PICTURE,
-        "encoder_hidden_states": "float batch text text_embed_dim",
-        **dict.fromkeys(("original_size", "target_size", "crop_coords"), "int batch 2"),
-    }
-)
-_GUIDED = {"guidance": "guidance_embeds"}
-INPUTS = {
-    "AnyFlowTransformer3DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch frames in_channels height width",
-            "encoder_hidden_states": "float batch text text_dim",
-            "timestep": "float batch frames",
-            "r_timestep": "float batch frames",
-        }
-    ),
-    "AuraFlowTransformer2DModel": InputsOfClass(
-        {**_PICTURE, "encoder_hidden_states": "float batch text joint_attention_dim"}
-    ),
-    "BriaTransformer2DModel": InputsOfClass({**_PACKED, **_IDS, **_SCALE}, _GUIDED, patch=2),
-    "ChromaTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
-    "ChronoEditTransformer3DModel": _WAN,
-    "CogVideoXTransformer3DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch frames in_channels height width",
-            "encoder_hidden_states": "float batch text text_embed_dim",
-            "timestep": "int batch",
-            "image_rotary_emb": "pair tokens attention_head_dim",
-        },
-        {"image_rotary_emb": "use_rotary_positional_embeddings"},
-    ),
-    "CogView3PlusTransformer2DModel": _COGVIEW,
-    "CogView4Transformer2DModel": _COGVIEW,
-    "CosmosTransformer3DModel": InputsOfClass(
-        {
-            **_CLIP,
-            "encoder_hidden_states": "float batch text text_embed_dim",
-            "timestep": "float batch",
-            "padding_mask": "ones 1 1 height width",
-            "fps": 24,
-        },
-        {"padding_mask": "concat_padding_mask"},
-    ),
-    "EasyAnimateTransformer3DModel": InputsOfClass(
-        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim"}
-    ),
-    "Flux2Transformer2DModel": InputsOfClass(
-        {**_PACKED, **_SCALE, "img_ids": "float batch tokens 4", "txt_ids": "float batch text 4"}, _GUIDED, patch=2
-    ),
-    "Flux3Transformer2DModel": InputsOfClass(
-        {**_PACKED, "img_ids": "float tokens 4", "txt_ids": "float text 4"}, patch=2
-    ),
-    "FluxTransformer2DModel": InputsOfClass({**_PACKED, **_POOLED, **_IDS, **_SCALE}, _GUIDED, patch=2),
-    "HunyuanVideoTransformer3DModel": InputsOfClass(
-        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK, **_POOLED, **_SCALE}, _GUIDED
-    ),
-    "Kandinsky5Transformer3DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch frames height width in_visual_dim",
-            "encoder_hidden_states": "float batch text in_text_dim",
-            "pooled_projections": "float batch in_text_dim2",
-            "timestep": "float batch",
-            "visual_rope_pos": "ranges frames rows columns",
-            "text_rope_pos": "ranges text",
-        }
-    ),
-    "Krea2Transformer2DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch tokens in_channels",
-            "encoder_hidden_states": "float batch text num_text_layers text_hidden_dim",
-            "timestep": "float batch",
-            "position_ids": "float text+tokens 3",
-            **_MASK,
-        },
-        patch=2,
-    ),
-    "LTX2VideoTransformer3DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch tokens in_channels",
-            "audio_hidden_states": "float batch audio audio_in_channels",
-            "encoder_hidden_states": "float batch text caption_channels",
-            "audio_encoder_hidden_states": "float batch text caption_channels",
-            "timestep": "int batch",
-            **_MASK,
-            "audio_encoder_attention_mask": "mask batch text",
-            **{"num_frames": "number frames", "height": "number height", "width": "number width"},
-            **{"audio_num_frames": "number audio", "fps": 24.0},
-        },
-        space=32,
-        time=8,
-    ),
-    "LTXVideoTransformer3DModel": InputsOfClass(
-        {
-            "hidden_states": "float batch tokens in_channels",
-            "encoder_hidden_states": "float batch text caption_channels",
-            "timestep": "int batch",
-            **_MASK,
-            **{"num_frames": "number frames", "height": "number height", "width": "number width"},
-        },
-        space=32,
-        time=8,
-    ),
-    "LongCatImageTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
-    "Lumina2Transformer2DModel": InputsOfClass(
-        {**_PICTURE, "encoder_hidden_states": "float batch text cap_feat_dim", **_MASK}
-    ),
-    "MochiTransformer3DModel": InputsOfClass(
-        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK}, time=6
-    ),
-    "MotifVideoTransformer3DModel": InputsOfClass(
-        {**_CLIP, "encoder_hidden_states": "float batch text text_embed_dim", **_MASK}
-    ),
-    "OvisImageTransformer2DModel": InputsOfClass({**_PACKED, **_IDS}, patch=2),
-    "PRXTransformer2DModel": InputsOfClass({**_PICTURE, "encoder_hidden_states": "float batch text context_in_dim"}),
-    "PixArtTransformer2DModel": InputsOfClass(
-        {
-            **_PICTURE,
-            "encoder_hidden_states": "float batch text caption_channels",
-            **_MASK,
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        }
-    ),
-    "QwenImageTransformer2DModel": InputsOfClass({**_PACKED, **_SCALE, "img_shapes": "grid batch"}, _GUIDED, patch=2),
-    "SD3Transformer2DModel": InputsOfClass(
-        {**_PICTURE, "encoder_hidden_states": "float batch text joint_attention_dim", **_POOLED}
-    ),
-    "SanaTransformer2DModel": InputsOfClass(
-        {**_PICTURE, "encoder_hidden_states": "float batch text caption_channels", **_MASK, **_SCALE}, _GUIDED, space=32
-    ),
-    "SanaVideoTransformer3DModel": InputsOfClass(
-        {**_CLIP, "encoder_hidden_states": "float batch text caption_channels", **_MASK}
-    ),
-    "SkyReelsV2Transformer3DModel": _WAN,
-    "WanTransformer3DModel": _WAN,
-    "WanVACETransformer3DModel": InputsOfClass(
-        {**_WAN.inputs, "control_hidden_states": "float batch vace_in_channels frames height width"}
-    ),
-    "ZImageTransformer2DModel": InputsOfClass(
-        {"x": "each in_channels 1 height width", "t": "float batch", "cap_feats": "each text cap_feat_dim"}, patch=2
-    ),
-}
 _HEADS = ("num_attention_heads", "num_heads", "n_heads")  # entries of configurations
 
 
@@ -251,83 +76,68 @@ def diffusers_model(
     import diffusers
 
     if not hasattr(diffusers, kind):
-        raise ValueError(f"diffusers has no class {kind}: use one of {', '.join(INPUTS)}")
-    if kind not in INPUTS:
+        raise ValueError(f"diffusers has no class {kind}: use one of {', '.join(EXAMPLES)}")
+    if kind not in EXAMPLES:
         raise ValueError(
-            f"the inputs of {kind} are not known (known: {', '.join(INPUTS)}). Use model=<file.py> with two functions: "
-            "model() makes the model, inputs() returns the arguments of its forward"
+            f"the inputs of {kind} are not known (known: {', '.join(EXAMPLES)}). Use model=<file.py> with two "
+            "functions: model() makes the model, inputs() returns the arguments of its forward"
         )
-    spec, built = INPUTS[kind], getattr(diffusers, kind)
+    example, built = EXAMPLES[kind], getattr(diffusers, kind)
     if compression is not None:
-        spec = dataclasses.replace(spec, space=compression[0], time=compression[1] or spec.time)
+        example = dataclasses.replace(example, space=compression[0], time=compression[1] or example.time)
     try:
         with torch.device("meta"):
             values = dict(built.from_config(dict(config)).config)
     except Exception as error:  # from diffusers: the configuration is wrong
         raise ValueError(f"{kind} cannot be built with this configuration: {type(error).__name__}: {error}") from error
     if time_per_token:
-        spec = dataclasses.replace(spec, inputs={**spec.inputs, "timestep": f"{spec.inputs['timestep']} tokens"})
-    sizes = _sizes(spec, size, values)
-    inputs = {
-        argument: _input(text, {**values, **sizes})
-        for argument, text in spec.inputs.items()
-        if argument not in spec.only_if or values.get(spec.only_if[argument])
-    }
+        timestep = f"{example.inputs['timestep']} tokens"
+        example = dataclasses.replace(example, inputs={**example.inputs, "timestep": timestep})
+    values = example.sized(values, _latents(example, size, values))
     return PlannedModel(
         name or kind,
         partial(built.from_config, dict(config)),
-        inputs,
+        example.make(values, _empty),
         next((values[name] for name in _HEADS if name in values), None),
-        sizes["tokens"],
+        values["tokens"],
         not values.get("guidance_embeds") if guided is None else guided,
     )
 
 
-def _sizes(spec: InputsOfClass, size: MediaSize, values: Mapping[str, Any]) -> dict[str, int]:
+def _latents(example: ExampleInputs, size: MediaSize, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in latents. Raises: ValueError: the media cannot be divided into tokens."""
-    configured = values.get("patch_size", 1)
-    time_patch, *_, patch = configured if isinstance(configured, (list, tuple)) else (1, configured)
-    patch, time_patch = spec.patch or patch, values.get("patch_size_t") or time_patch
+    patch = example.patches(config)[1]
     for side in ("height", "width"):
-        if getattr(size, side) < 1 or getattr(size, side) % (spec.space * patch):
-            raise ValueError(f"{side}={getattr(size, side)} must be a multiple of {spec.space * patch}")
-    has_frames = any("frames" in str(text).split() for text in spec.inputs.values())
-    if size.frames < 1 or (size.frames > 1 and not has_frames) or (size.frames - 1) % spec.time:
-        valid = f"1 plus a multiple of {spec.time}" if has_frames else "1: this model makes pictures"
+        if getattr(size, side) < 1 or getattr(size, side) % (example.space * patch):
+            raise ValueError(f"{side}={getattr(size, side)} must be a multiple of {example.space * patch}")
+    has_frames = example.has("frames")
+    is_picture = not example.has("frames", "audio")
+    if size.frames < 1 or (size.frames > 1 and is_picture) or (has_frames and (size.frames - 1) % example.time):
+        valid = "1: this model makes pictures" if is_picture else f"1 plus a multiple of {example.time}"
         raise ValueError(f"frames={size.frames} must be {valid}")
-    frames, height, width = (size.frames - 1) // spec.time + 1, size.height // spec.space, size.width // spec.space
-    rows, columns = height // patch, width // patch
     return {
         "batch": size.batch,
         "text": size.text,
-        "tokens": -(-frames // time_patch) * rows * columns,
         "audio": -(-25 * size.frames // 24),  # latents of a second of sound, and frames
-        "frames": frames,
-        "height": height,
-        "width": width,
-        "rows": rows,
-        "columns": columns,
+        "frames": (size.frames - 1) // example.time + 1,
+        "height": size.height // example.space,
+        "width": size.width // example.space,
     }
 
 
-def _input(text: Any, values: Mapping[str, Any]) -> Any:
-    if not isinstance(text, str):
-        return text
-    kind, *dims = text.split()
-    shape = [sum(int(x) if x.isdigit() else values[x] for x in dim.split("+")) for dim in dims]
+def _empty(kind: str, dims: list[int]) -> Tensor:
+    """Return a tensor without values, or with those that a forward may read."""
     match kind:
-        case "number":
-            return shape[0]
-        case "grid":
-            return [[(1, values["rows"], values["columns"])]] * prod(shape)
-        case "ranges":
-            ranges = tuple(map(torch.arange, shape))
-            return ranges if len(ranges) > 1 else ranges[0]
-        case "ones" | "mask":
-            return torch.ones(shape, dtype=torch.bool if kind == "mask" else None)
-    dtype = torch.int64 if kind == "int" else torch.get_default_dtype()
-    empty = torch.empty(shape, dtype=dtype, device="meta")
-    return [empty] * values["batch"] if kind == "each" else (empty, empty) if kind == "pair" else empty
+        case "mask" | "flags":
+            return torch.full(dims, kind == "mask")
+        case "ones" | "float_mask" | "int_mask":
+            return torch.ones(dims, dtype=torch.int64 if kind == "int_mask" else None)
+        case "lengths":
+            return torch.full(dims[:1], dims[1])
+        case "below":
+            return torch.empty(dims[1:], dtype=torch.int64, device="meta")
+    dtype = {"step": torch.int64, "turns": torch.complex64}.get(kind, torch.get_default_dtype())
+    return torch.empty(dims, dtype=dtype, device="meta")
 
 
 def of_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

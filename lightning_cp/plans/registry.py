@@ -10,7 +10,7 @@ from types import MappingProxyType
 from lightning_cp.plans.plan import Plan
 from lightning_cp.plans.refused import REFUSED, REFUSED_MODULES
 
-_WITHOUT_PLANS = ("plan", "refused", "registry")
+_WITHOUT_PLANS = ("example_inputs", "examples", "plan", "refused", "registry")
 
 
 def _registered() -> Iterator[tuple[str, Plan]]:

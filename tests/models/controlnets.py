@@ -12,8 +12,9 @@ import diffusers
 import torch
 from torch import nn
 
-from tests.models import cosmos, flux, hunyuan_dit, qwen_image, sana, sd3, z_image
-from tests.models.tiny import Tiny, randn
+from lightning_cp.plans.example_inputs import ExampleInputs
+from tests.models import flux, pictures, videos
+from tests.models.tiny import Tiny, drawn
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Control(Tiny):
     def arguments(self) -> dict[str, Any]:
         given = {name: x for name, x in self.steers.arguments().items() if name not in self.fed}
         known = _known(getattr(diffusers, self.kind).forward, given)
-        return {**known, **self.inputs(torch.Generator().manual_seed(2))}
+        values = {**self.steers.config, **self.config, **self.steers.sizes, "batch": 2}
+        return {**known, **drawn(ExampleInputs(self.inputs), values, torch.Generator().manual_seed(2))}
 
 
 def _known(function: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -64,38 +66,19 @@ def _without_torchvision() -> None:
     controlnet_cosmos.transforms = SimpleNamespace(functional=resize, InterpolationMode=SimpleNamespace(NEAREST=None))
 
 
-def _with_layers(tiny: Tiny, layers: int) -> Tiny:
-    return replace(tiny, config={**tiny.config, "num_layers": layers})
-
-
-def _cosmos(g: torch.Generator) -> dict[str, Any]:
-    return {
-        "controls_latents": randn(g, 2, 4, 5, 2, 14),
-        "latents": cosmos.TINY["cosmos_transfer"].arguments()["hidden_states"],
-        "condition_mask": torch.rand(2, 1, 5, 2, 14, generator=g, dtype=torch.float64),
-        "padding_mask": torch.rand(1, 1, 2, 14, generator=g, dtype=torch.float64),
-        "conditioning_scale": [0.5, 2.0],
-    }
-
-
-def _z_image(g: torch.Generator) -> dict[str, Any]:
-    pictures = z_image.TINY["z_image"].arguments()["x"]
-    return {"control_context": [randn(g, *x.shape) for x in pictures], "conditioning_scale": 0.7}
-
-
-_FLUX_FED = ("controlnet_block_samples", "controlnet_single_block_samples")
 _FLUX = Control(
     "FluxControlNetModel",
     {"num_layers": 2, "num_single_layers": 1},
-    lambda g: {"controlnet_cond": randn(g, 2, 15, 4), "conditioning_scale": 0.7},
+    inputs={"controlnet_cond": "float batch 15 in_channels", "conditioning_scale": 0.7},
     steers=flux.TINY["flux"],
-    fed=_FLUX_FED,
+    fed=("controlnet_block_samples", "controlnet_single_block_samples"),
 )
+_PICTURE = {"controlnet_cond": "float batch in_channels height width", "conditioning_scale": 0.7}
 _SD3 = Control(
     "SD3ControlNetModel",
     {"num_layers": 2, "dual_attention_layers": ()},
-    lambda g: {"controlnet_cond": randn(g, 2, 4, 3, 5), "conditioning_scale": 0.7},
-    steers=sd3.TINY["sd3"],
+    inputs=_PICTURE,
+    steers=pictures.TINY["sd3"],
     fed=("block_controlnet_hidden_states",),
 )
 _Z_IMAGE = Control(
@@ -106,42 +89,37 @@ _Z_IMAGE = Control(
         "control_refiner_layers_places": [0],
         "add_control_noise_refiner": "control_noise_refiner",
     },
-    _z_image,
-    steers=z_image.TINY["z_image"],
+    inputs={"control_context": pictures.TINY["z_image"].inputs["x"], "conditioning_scale": 0.7},
+    steers=pictures.TINY["z_image"],
 )
 
-TINY = {
+TINY: dict[str, Tiny] = {
     "control_flux": _FLUX,
-    "control_flux_mode": replace(
-        _FLUX,
-        config={"num_layers": 2, "num_single_layers": 0, "num_mode": 4},
-        inputs=lambda g: {**_FLUX.inputs(g), "controlnet_mode": torch.tensor([[2], [1]])},
+    "control_flux_mode": _FLUX.but(
+        inputs={"controlnet_mode": torch.tensor([[2], [1]])}, num_layers=2, num_single_layers=0, num_mode=4
     ),
-    "control_flux_single": replace(_FLUX, config={"num_layers": 0, "num_single_layers": 2}),
+    "control_flux_single": _FLUX.but(num_layers=0, num_single_layers=2),
     "control_sd3": _SD3,
-    "control_sd3_dual": replace(_SD3, config={"num_layers": 2, "dual_attention_layers": (0,)}),
+    "control_sd3_dual": _SD3.but(dual_attention_layers=(0,)),
     "control_sd3_without_text": replace(
         _SD3,
         config={"num_layers": 2, "joint_attention_dim": None, "use_pos_embed": False},
-        inputs=lambda g: {**_SD3.inputs(g), "hidden_states": randn(g, 2, 15, 32), "encoder_hidden_states": None},
+        inputs={**_PICTURE, "hidden_states": "float batch 15 32", "encoder_hidden_states": None},
     ),
     "control_qwen_image": Control(
         "QwenImageControlNetModel",
         {"num_layers": 1, "extra_condition_channels": 1},
-        lambda g: {"controlnet_cond": randn(g, 2, 15, 17), "conditioning_scale": 0.7},
-        steers=qwen_image.TINY["qwen_image"],
+        inputs={"controlnet_cond": "float batch 15 17", "conditioning_scale": 0.7},
+        steers=pictures.TINY["qwen_image"],
     ),
     "control_hunyuan_dit": Control(
         "HunyuanDiT2DControlNetModel",
         {"transformer_num_layers": 6},
-        lambda g: {"controlnet_cond": randn(g, 2, 4, 6, 10), "conditioning_scale": 0.7},
-        steers=_with_layers(hunyuan_dit.TINY["hunyuan_dit"], 6),
+        inputs=_PICTURE,
+        steers=pictures.TINY["hunyuan_dit"].but(num_layers=6),
     ),
     "control_sana": Control(
-        "SanaControlNetModel",
-        {"num_layers": 2},
-        lambda g: {"controlnet_cond": randn(g, 2, 4, 7, 5), "conditioning_scale": 0.7},
-        steers=_with_layers(sana.TINY["sana"], 3),
+        "SanaControlNetModel", {"num_layers": 2}, inputs=_PICTURE, steers=pictures.TINY["sana"].but(num_layers=3)
     ),
     "control_z_image": _Z_IMAGE,
     "control_z_image_unrefined": replace(
@@ -150,8 +128,14 @@ TINY = {
     "control_cosmos": Control(
         "CosmosControlNetModel",
         {"n_controlnet_blocks": 2, "in_channels": 6, "latent_channels": 6, "model_channels": 48},
-        _cosmos,
-        steers=cosmos.TINY["cosmos_transfer"],
+        inputs={
+            "controls_latents": "float batch 4 frames height width",
+            "latents": "float batch 4 frames height width",
+            "condition_mask": "time batch 1 frames height width",
+            "padding_mask": "time 1 1 height width",
+            "conditioning_scale": [0.5, 2.0],
+        },
+        steers=videos.TINY["cosmos_transfer"],
         fed=("block_controlnet_hidden_states",),
     ),
 }

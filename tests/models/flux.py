@@ -1,5 +1,6 @@
-"""FLUX.1, FLUX.2, FLUX.3, Chroma, LongCat-Image and Ovis-Image."""
+"""FLUX.1, FLUX.2, FLUX.3, Chroma, LongCat-Image, Ovis-Image and Bria."""
 
+# fmt: off
 from __future__ import annotations
 
 from typing import Any
@@ -7,38 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import TIMES, Tiny, padding_mask, randn
+from tests.models.tiny import Tiny, padding_mask
 
-_FLUX = {
-    "in_channels": 4,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": [4, 4, 8],
+_FLUX: dict[str, Any] = {
+    "in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
+    "joint_attention_dim": 32, "axes_dims_rope": [4, 4, 8],
 }
-_FLUX1 = {**_FLUX, "pooled_projection_dim": 32}
-_FLUX2 = {**_FLUX, "timestep_guidance_channels": 256, "axes_dims_rope": [4, 4, 4, 4]}
-_FLUX3 = {**_FLUX, "cond_in_channels": 6, "axes_dims_rope": [4, 4, 4, 4]}
-_CHROMA = {**_FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
-_OVIS = {**_FLUX, "out_channels": 4}
-
-
-def tokens(g: torch.Generator, text: int = 7, *, axes: int = 3) -> dict[str, Any]:
-    """Arguments of all models of these families."""
-    return {
-        "hidden_states": randn(g, 2, 15, 4),
-        "encoder_hidden_states": randn(g, 2, text, 32),
-        "img_ids": randn(g, 15, axes),
-        "txt_ids": randn(g, text, axes),
-        "timestep": TIMES,
-    }
-
-
-def batched_ids(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same with a dim for the batch in the ids."""
-    return {**inputs, "img_ids": inputs["img_ids"][None], "txt_ids": inputs["txt_ids"][None]}
+_GRID = {"height": 6, "width": 10}  # 15 tokens of 2 x 2 latents
+_BATCHED = {"img_ids": "float 1 tokens 3", "txt_ids": "float 1 text 3"}
+_CONTROLNET = {
+    "controlnet_block_samples": "list 2 float batch tokens num_attention_heads*attention_head_dim",
+    "controlnet_single_block_samples": "list 1 float batch tokens num_attention_heads*attention_head_dim",
+}
 
 
 def joint_mask() -> Tensor:
@@ -46,81 +27,67 @@ def joint_mask() -> Tensor:
     return torch.cat([padding_mask(4), torch.ones(2, 15)], dim=1).bool()
 
 
-def controlnet(g: torch.Generator) -> dict[str, Any]:
-    """Arguments that a ControlNet adds."""
-    return {
-        "controlnet_block_samples": [randn(g, 2, 15, 64) for _ in range(2)],
-        "controlnet_single_block_samples": [randn(g, 2, 15, 64)],
-    }
+_JOINT_KEYS = {"joint_attention_kwargs": {"attention_mask": joint_mask()[:, None, None]}}
+_JOINT_ROWS = {
+    "joint_attention_kwargs": {"attention_mask": (joint_mask()[:, None] & joint_mask()[..., None])[:, None]}
+}
 
 
 def flux(text: int = 7) -> Tiny:
     """FLUX with a text of so many tokens."""
-    return Tiny(
-        "FluxTransformer2DModel",
-        _FLUX1,
-        lambda g: {**tokens(g, text), "pooled_projections": randn(g, 2, 32)},
-    )
+    return Tiny("FluxTransformer2DModel", {**_FLUX, "pooled_projection_dim": 32}, {**_GRID, "text": text})
 
 
-def flux3(text: int = 7, reference: int = 0, *, flow_map: bool = False) -> Tiny:
-    """FLUX.3 with so many tokens of text and of reference images."""
-    return Tiny(
-        "Flux3Transformer2DModel",
-        {**_FLUX3, "flow_map": flow_map},
-        lambda g: {
-            **tokens(g, text, axes=4),
-            "image_cond_hidden_states": randn(g, 2, reference, 6) if reference else None,
-            "image_cond_ids": randn(g, reference, 4) if reference else None,
-            "target_timestep": TIMES / 2 if flow_map else None,
-        },
-    )
-
-
-def chroma(mask: Tensor | None) -> Tiny:
-    """Chroma with this mask."""
-    return Tiny("ChromaTransformer2DModel", _CHROMA, lambda g: {**tokens(g), "attention_mask": mask})
-
-
+_FLUX3 = Tiny("Flux3Transformer2DModel", {**_FLUX, "cond_in_channels": 6, "axes_dims_rope": [4, 4, 4, 4]}, _GRID)
+_CHROMA = Tiny(
+    "ChromaTransformer2DModel",
+    {**_FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
+    _GRID,
+    {"attention_mask": joint_mask().double()},
+)
+_OVIS = Tiny("OvisImageTransformer2DModel", {**_FLUX, "out_channels": 4}, _GRID)
+_BRIA = Tiny("BriaTransformer2DModel", _FLUX, _GRID)
+_FIBO = Tiny("BriaFiboTransformer2DModel", {**_FLUX, "text_encoder_dim": 10}, {"height": 3, "width": 5})
+_FIBO2 = Tiny(
+    "BriaFibo2Transformer2DModel",
+    {
+        "in_channels": 4, "dim": 32, "n_layers": 3, "n_heads": 4, "cap_feat_dim": 12, "injection_layer_ids": (0, 2),
+        "perceiver_num_layers": 1, "min_num_gist_tokens": 1, "max_num_gist_tokens": 9, "gist_step": 2,
+        "gist_min_text_len": 1, "gist_max_text_len": 9, "axes_dims": (4, 2, 2), "axes_lens": (32, 8, 8),
+    },
+    _GRID,
+)
 TINY = {
+    "bria": _BRIA,
+    "bria_controlnet": _BRIA.but(
+        {"text": 2}, {**_BATCHED, "controlnet_block_samples": _CONTROLNET["controlnet_block_samples"]}
+    ),
+    "fibo": _FIBO.but(inputs={**_BATCHED, **_JOINT_KEYS}),
+    "fibo_rows": _FIBO.but(inputs=_JOINT_ROWS),
+    "fibo_short_text": _FIBO.but({"text": 2}),
+    "fibo2": _FIBO2,  # its gist comes first
+    "fibo2_padded": _FIBO2.but(
+        inputs={
+            "encoder_attention_mask": "mask batch text",
+            "context_latents": ["float batch in_channels 4 6", "float batch in_channels 2 4"],
+        }
+    ),
+    "fibo2_references": _FIBO2.but({"text": 2}, {"context_latents": ["float batch in_channels 2 6"]}),
     "flux": flux(),
     "flux_short_text": flux(2),
-    "flux_controlnet": Tiny(
-        "FluxTransformer2DModel",
-        _FLUX1,
-        lambda g: {
-            **batched_ids(flux().inputs(g)),
-            **controlnet(g),
-            "joint_attention_kwargs": {"attention_mask": joint_mask()[:, None, None]},
-        },
-    ),
+    "flux_controlnet": flux().but(inputs={**_BATCHED, **_CONTROLNET, **_JOINT_KEYS}),
     "flux2": Tiny(
-        "Flux2Transformer2DModel",
-        _FLUX2,
-        lambda g: {
-            "hidden_states": randn(g, 2, 15, 4),
-            "encoder_hidden_states": randn(g, 2, 7, 32),
-            "img_ids": randn(g, 2, 15, 4),
-            "txt_ids": randn(g, 2, 7, 4),
-            "timestep": TIMES,
-            "guidance": torch.ones(2, dtype=torch.float64),
-        },
+        "Flux2Transformer2DModel", {**_FLUX, "timestep_guidance_channels": 256, "axes_dims_rope": [4, 4, 4, 4]}, _GRID
     ),
-    "flux3": flux3(),
-    "flux3_reference": flux3(reference=5, flow_map=True),
-    "chroma": chroma(joint_mask().double()),
-    "chroma_bool": chroma(joint_mask()),
-    "chroma_controlnet": Tiny(
-        "ChromaTransformer2DModel", _CHROMA, lambda g: {**batched_ids(tokens(g, 2)), **controlnet(g)}
+    "flux3": _FLUX3,
+    "flux3_reference": _FLUX3.but(
+        inputs={"image_cond_hidden_states": "float batch 5 cond_in_channels", "image_cond_ids": "float 5 4"},
+        flow_map=True,
     ),
-    "longcat_image": Tiny("LongCatImageTransformer2DModel", _FLUX1, tokens),
-    "ovis_image": Tiny("OvisImageTransformer2DModel", _OVIS, tokens),
-    "ovis_image_mask": Tiny(
-        "OvisImageTransformer2DModel",
-        _OVIS,
-        lambda g: {
-            **batched_ids(tokens(g)),
-            "joint_attention_kwargs": {"attention_mask": joint_mask()[:, None, None]},
-        },
-    ),
+    "chroma": _CHROMA,
+    "chroma_bool": _CHROMA.but(inputs={"attention_mask": joint_mask()}),
+    "chroma_controlnet": _CHROMA.but({"text": 2}, {**_BATCHED, **_CONTROLNET, "attention_mask": None}),
+    "longcat_image": Tiny("LongCatImageTransformer2DModel", {**_FLUX, "pooled_projection_dim": 32}, _GRID),
+    "ovis_image": _OVIS,
+    "ovis_image_mask": _OVIS.but(inputs={**_BATCHED, **_JOINT_KEYS}),
 }

@@ -18,7 +18,7 @@ import pytest
 from lightning_cp import check_plan
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
-from tests.models import FAMILIES, FIRST, TINY
+from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.table import Measured, write_table
 from tests.models.tiny import dense_flex_attention
@@ -29,7 +29,7 @@ _TRIALS += [
 ]
 _TRIALS += [(name, "unified", 4) for name in TINY]
 _TRIALS += [(name, "replay", 3) for name in FIRST.values()]
-_TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3")]
+_TRIALS += [(name, mode, 6) for name in FIRST.values() for mode in ("unified", "unified3")]
 _SPREAD = [("ring", 3), ("ulysses", 3), ("rotation", 3)]
 _SPECIAL = [("ltx_timestep_column", "ring", 3), ("lumina_next_proportional", "ulysses", 3)]
 
@@ -45,11 +45,10 @@ def _table() -> Iterator[None]:
 
 
 def _in_ci(name: str, mode: str, world: int) -> bool:
-    """A trial of three ranks of each class's first entry, and of every sixth family one of unified attention."""
+    """A trial of three ranks of each class's first entry, and of every eighth class one of unified attention."""
     if name == FIRST[TINY[name].kind] and (mode, world) == _SPREAD[list(TINY).index(name) % len(_SPREAD)]:
         return True
-    unified = [next(iter(family)) for family in list(FAMILIES.values())[::6]]
-    return (name in unified and (mode, world) == ("unified", 4)) or (name, mode, world) in _SPECIAL
+    return (name in list(FIRST.values())[::8] and (mode, world) == ("unified", 4)) or (name, mode, world) in _SPECIAL
 
 
 def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str] | None:

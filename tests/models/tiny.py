@@ -1,10 +1,11 @@
-"""Tiny transformers of diffusers with inputs: batch 2, odd token counts, real padding, 4 query heads or more."""
+"""Tiny transformers of diffusers with the package's example inputs: batch 2, odd token counts, real padding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,19 +15,37 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import SparseMask
+from lightning_cp.plans.examples import EXAMPLES
+
+_SIZES = {"batch": 2, "text": 7, "audio": 17, "frames": 1, "height": 1, "width": 1}
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A class of diffusers by name, a configuration, and inputs by a generator.
+    """A class of diffusers by name, a configuration with 4 heads or more, and the sizes of its inputs in latents.
 
-    training: in training mode, where it computes something else.
+    Attributes:
+        inputs: arguments that differ from the class's example, in the same notation; functions get the generator.
+        training: in training mode, where it computes something else.
+        prepare: changes the model after it is built.
     """
 
     kind: str
-    config: dict[str, Any]
-    inputs: Callable[[torch.Generator], dict[str, Any]] = field(repr=False)
+    config: Mapping[str, Any]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     training: bool = False
+    prepare: Callable[[Any], None] | None = None
+
+    def but(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        **config: Any,
+    ) -> Tiny:
+        """The same with changes."""
+        added = {**self.sizes, **(sizes or {})}, {**self.inputs, **(inputs or {})}
+        return replace(self, config={**self.config, **config}, sizes=added[0], inputs=added[1])
 
     def build(self) -> nn.Module:
         """The model in float64 and eval mode, with nothing left at zero."""
@@ -38,11 +57,47 @@ class Tiny:
         for parameter in model.parameters():
             if not parameter.abs().sum():
                 nn.init.normal_(parameter, std=0.02)
+        if self.prepare is not None:
+            self.prepare(model)
         return model
 
     def arguments(self) -> dict[str, Any]:
         """The same inputs on every rank."""
-        return self.inputs(torch.Generator().manual_seed(1))
+        import diffusers
+
+        g, example = torch.Generator().manual_seed(1), EXAMPLES[self.kind]
+        defaults = {x.name: x.default for x in inspect.signature(getattr(diffusers, self.kind)).parameters.values()}
+        values = example.sized({**defaults, **self.config}, {**_SIZES, **example.sizes, **self.sizes})
+        return drawn(replace(example, inputs={**example.inputs, **self.inputs}), values, g)
+
+
+def drawn(example: Any, values: Mapping[str, Any], g: torch.Generator) -> dict[str, Any]:
+    """Example inputs with random values in float64; the last sample is padded."""
+
+    def draw(kind: str, dims: list[int]) -> Tensor:
+        match kind:
+            case "time":
+                return torch.rand(dims, generator=g, dtype=torch.float64)
+            case "step":
+                return torch.randint(0, 900, dims, generator=g)
+            case "below":
+                return torch.randint(0, dims[0], dims[1:], generator=g)
+            case "flags":
+                return torch.rand(dims, generator=g) < 0.3
+            case "ones":
+                return torch.ones(dims, dtype=torch.float64)
+            case "mask" | "int_mask" | "float_mask":
+                dtype = {"mask": torch.bool, "float_mask": torch.float64}.get(kind)
+                return padding_mask((dims[1] + 1) // 2, dims[1], dims[0]).to(dtype)
+            case "lengths":
+                return torch.tensor([dims[1]] * (dims[0] - 1) + [(dims[1] + 1) // 2])
+            case "turns":
+                return torch.polar(torch.ones(dims, dtype=torch.float64), randn(g, *dims))
+        assert kind == "float", kind
+        return randn(g, *dims)
+
+    made = example.make(values, draw)
+    return {name: x(g) if callable(x) else x for name, x in made.items()}
 
 
 def with_short_text(arguments: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -63,13 +118,9 @@ def randn(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
-def padding_mask(kept: int, tokens: int = 7) -> Tensor:
-    """[2, tokens]: the first sample keeps all text, the second only `kept` tokens."""
-    return torch.tensor([[1] * tokens, [1] * kept + [0] * (tokens - kept)])
-
-
-TIMES = torch.tensor([0.3, 0.8], dtype=torch.float64)
-STEPS = torch.tensor([44, 239])
+def padding_mask(kept: int, tokens: int = 7, samples: int = 2) -> Tensor:
+    """[samples, tokens]: the last sample keeps only `kept` tokens."""
+    return torch.tensor([[1] * tokens] * (samples - 1) + [[1] * kept + [0] * (tokens - kept)])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import AllegroPipeline, AllegroTransformer3DModel, DDIMScheduler
 
-from tests.models.allegro import _ALLEGRO
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.text.t5 import t5
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _allegro() -> AllegroPipeline:
     tokenizer, text_encoder = t5(width=8)
     return AllegroPipeline(
-        transformer=no_zeros(AllegroTransformer3DModel(**_ALLEGRO).eval()),
+        transformer=no_zeros(AllegroTransformer3DModel(**MODELS["allegro"].config).eval()),
         vae=vaes_video.allegro(),
         scheduler=DDIMScheduler(),
         tokenizer=tokenizer,

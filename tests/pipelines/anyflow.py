@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import AnyFlowPipeline, AnyFlowTransformer3DModel, FlowMapEulerDiscreteScheduler
 
-from tests.models.anyflow import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines.media import video
 from tests.pipelines.tiny import TinyPipe, no_zeros
 from tests.pipelines.wan import SIZE, STEPS, TEXT, common
@@ -14,7 +14,7 @@ from tests.pipelines.wan import SIZE, STEPS, TEXT, common
 
 def _anyflow() -> AnyFlowPipeline:
     return AnyFlowPipeline(
-        transformer=no_zeros(AnyFlowTransformer3DModel(**_CONFIG).eval()),
+        transformer=no_zeros(AnyFlowTransformer3DModel(**MODELS["anyflow"].config).eval()),
         scheduler=FlowMapEulerDiscreteScheduler(shift=5.0),
         **common(),
     )

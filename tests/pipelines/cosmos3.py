@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import Cosmos3OmniPipeline, Cosmos3OmniTransformer
 
-from tests.models.cosmos3 import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.qwen import qwen_tokenizer
@@ -17,7 +17,7 @@ from tests.pipelines.wan import unipc
 def _cosmos3() -> Cosmos3OmniPipeline:
     tokenizer = qwen_tokenizer()
     transformer = Cosmos3OmniTransformer(
-        **{**_CONFIG, "latent_channel": 4, "patch_latent_dim": 16, "vocab_size": len(tokenizer)}
+        **{**MODELS["cosmos3"].config, "latent_channel": 4, "patch_latent_dim": 16, "vocab_size": len(tokenizer)}
     )
     return Cosmos3OmniPipeline(
         transformer=no_zeros(transformer.eval()),

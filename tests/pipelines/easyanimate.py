@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from diffusers import EasyAnimatePipeline, EasyAnimateTransformer3DModel, FlowMatchEulerDiscreteScheduler
 
-from tests.models.easyanimate import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.text.qwen import qwen25_vl
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -17,7 +17,7 @@ def _easyanimate() -> EasyAnimatePipeline:
     tokenizer, text_encoder = qwen25_vl(layers=3)
     torch.nn.init.normal_(text_encoder.get_input_embeddings().weight)  # so that words differ much
     return EasyAnimatePipeline(
-        transformer=no_zeros(EasyAnimateTransformer3DModel(**_CONFIG).eval()),
+        transformer=no_zeros(EasyAnimateTransformer3DModel(**MODELS["easyanimate"].config).eval()),
         vae=vaes_video.magvit(),
         scheduler=FlowMatchEulerDiscreteScheduler(),
         tokenizer=tokenizer,

@@ -14,7 +14,7 @@ from diffusers import (
     HeliosTransformer3DModel,
 )
 
-from tests.models.helios import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines.media import image, prompt_embeds
 from tests.pipelines.tiny import TinyPipe, no_zeros
 from tests.pipelines.wan import SIZE, STEPS, common
@@ -28,7 +28,7 @@ def _scheduler(kind: type[Any], **config: Any) -> Any:
 
 def _helios() -> HeliosPipeline:
     return HeliosPipeline(
-        transformer=no_zeros(HeliosTransformer3DModel(**_CONFIG).eval()),
+        transformer=no_zeros(HeliosTransformer3DModel(**MODELS["helios"].config).eval()),
         scheduler=_scheduler(HeliosScheduler, stages=1, stage_range=[0, 1], use_dynamic_shifting=True),
         **common(),
     )
@@ -40,7 +40,7 @@ _GAMMA = 0.3
 
 def _pyramid(kind: type[Any] = HeliosScheduler, *, is_distilled: bool = False) -> HeliosPyramidPipeline:
     return HeliosPyramidPipeline(
-        transformer=no_zeros(HeliosTransformer3DModel(**_CONFIG).eval()),
+        transformer=no_zeros(HeliosTransformer3DModel(**MODELS["helios"].config).eval()),
         scheduler=_scheduler(kind, use_dynamic_shifting=True, gamma=_GAMMA),
         is_distilled=is_distilled,
         **common(),

@@ -19,7 +19,7 @@ from diffusers import (
 from diffusers.guiders import ClassifierFreeGuidance
 from transformers import ByT5Tokenizer, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
-from tests.models.hunyuan_video import _FRAMEPACK, _VIDEO, _VIDEO15
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.clip import clip
@@ -45,7 +45,7 @@ def _text() -> dict[str, Any]:
 
 
 def _video() -> HunyuanVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(**{**_VIDEO, "patch_size": 2})
+    transformer = HunyuanVideoTransformer3DModel(**{**MODELS["hunyuan_video"].config, "patch_size": 2})
     return HunyuanVideoPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -74,7 +74,7 @@ def _true_cfg_inputs() -> dict[str, Any]:
 
 
 def _image_to_video(**config: Any) -> HunyuanVideoImageToVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(**{**_VIDEO, "patch_size": 2, **config})
+    transformer = HunyuanVideoTransformer3DModel(**{**MODELS["hunyuan_video"].config, "patch_size": 2, **config})
     components = _text()
     components["tokenizer"], components["text_encoder"], images = llava()
     return HunyuanVideoImageToVideoPipeline(
@@ -99,7 +99,9 @@ def _image_to_video_inputs() -> dict[str, Any]:
 
 
 def _skyreels_image_to_video() -> HunyuanSkyreelsImageToVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(**{**_VIDEO, "patch_size": 2, "in_channels": 8})
+    transformer = HunyuanVideoTransformer3DModel(
+        **{**MODELS["hunyuan_video"].config, "patch_size": 2, "in_channels": 8}
+    )
     return HunyuanSkyreelsImageToVideoPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -123,7 +125,7 @@ def _siglip() -> dict[str, Any]:
 
 
 def _framepack() -> HunyuanVideoFramepackPipeline:
-    transformer = HunyuanVideoFramepackTransformer3DModel(**_FRAMEPACK)
+    transformer = HunyuanVideoFramepackTransformer3DModel(**MODELS["framepack"].config)
     return HunyuanVideoFramepackPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -145,7 +147,7 @@ def _framepack_inputs() -> dict[str, Any]:
 
 def _video15_of(kind: type, **components: Any) -> Any:
     transformer = HunyuanVideo15Transformer3DModel(
-        **{**_VIDEO15, "in_channels": 9, "target_size": 16, "image_embed_dim": 16}
+        **{**MODELS["hunyuan_video15"].config, "in_channels": 9, "target_size": 16, "image_embed_dim": 16}
     )
     tokenizer, model = qwen25_vl(layers=3)
     _, text_encoder_2 = t5(width=8, vocabulary=384)

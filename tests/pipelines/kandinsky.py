@@ -13,7 +13,7 @@ from diffusers import (
     Kandinsky6Transformer3DModel,
 )
 
-from tests.models.kandinsky import _KANDINSKY6, _SIZES
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio, vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.clip import clip
@@ -27,7 +27,7 @@ def _kandinsky(kind: type, **config: Any) -> Any:
     tokenizer, text_encoder = qwen25_vl()
     tokenizer_2, text_encoder_2 = clip(hidden=8)
     pipe = kind(
-        transformer=no_zeros(Kandinsky5Transformer3DModel(**{**_SIZES, **config}).eval()),
+        transformer=no_zeros(Kandinsky5Transformer3DModel(**{**MODELS["kandinsky5"].config, **config}).eval()),
         vae=vaes_video.hunyuan_video(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         tokenizer=qwen2_vl_processor(tokenizer),
@@ -53,7 +53,7 @@ def _kandinsky6() -> Kandinsky6TI2VAPipeline:
     tokenizer, text_encoder = qwen25_vl()
     tokenizer_2, text_encoder_2 = clip(hidden=8)
     transformer = Kandinsky6Transformer3DModel(
-        **{**_KANDINSKY6, "visual_cond": True, "visual_token_type_num_embeddings": 2}
+        **{**MODELS["kandinsky6"].config, "visual_cond": True, "visual_token_type_num_embeddings": 2}
     )
     return Kandinsky6TI2VAPipeline(
         transformer=no_zeros(transformer.eval()),

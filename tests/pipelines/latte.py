@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import DDIMScheduler, LattePipeline, LatteTransformer3DModel
 
-from tests.models.latte import _LATTE
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.text.t5 import t5
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _latte() -> LattePipeline:
     tokenizer, text_encoder = t5(width=8)
     return LattePipeline(
-        transformer=no_zeros(LatteTransformer3DModel(**_LATTE).eval()),
+        transformer=no_zeros(LatteTransformer3DModel(**MODELS["latte"].config).eval()),
         vae=vaes.kl(levels=4),
         scheduler=DDIMScheduler(),
         tokenizer=tokenizer,

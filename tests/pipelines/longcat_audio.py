@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import LongCatAudioDiTPipeline, LongCatAudioDiTTransformer
 
-from tests.models.longcat_audio import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio
 from tests.pipelines.text.t5 import umt5
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _longcat() -> LongCatAudioDiTPipeline:
     tokenizer, text_encoder = umt5()
     return LongCatAudioDiTPipeline(
-        transformer=no_zeros(LongCatAudioDiTTransformer(**_CONFIG).eval()),
+        transformer=no_zeros(LongCatAudioDiTTransformer(**MODELS["longcat_audio"].config).eval()),
         vae=vaes_audio.longcat(),
         tokenizer=tokenizer,
         text_encoder=text_encoder,

@@ -15,7 +15,7 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
-from tests.models.ltx import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image, video
 from tests.pipelines.text.t5 import t5
@@ -25,7 +25,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _components(**scheduler: Any) -> dict[str, Any]:
     tokenizer, text_encoder = t5()
     return {
-        "transformer": no_zeros(LTXVideoTransformer3DModel(**_CONFIG).eval()),
+        "transformer": no_zeros(LTXVideoTransformer3DModel(**MODELS["ltx"].config).eval()),
         "vae": vaes_video.ltx(),
         "scheduler": FlowMatchEulerDiscreteScheduler(**scheduler),
         "tokenizer": tokenizer,

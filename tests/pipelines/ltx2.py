@@ -13,7 +13,7 @@ from diffusers import (
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
-from tests.models.ltx2 import _CONFIG, _NEWER
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio, vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.gemma3 import gemma3
@@ -60,12 +60,12 @@ def _components(config: dict[str, Any], **connectors: Any) -> dict[str, Any]:
 
 
 def _ltx2() -> LTX2Pipeline:
-    return LTX2Pipeline(**_components(_CONFIG))
+    return LTX2Pipeline(**_components(MODELS["ltx2"].config))
 
 
 def _newer() -> LTX2Pipeline:
     """LTX-2.3: a projection of text for each modality, and attention that can be left out."""
-    config = {**_NEWER, "use_keyframes_abs_pos_embedding": False}
+    config = {**MODELS["ltx2_newer"].config, "use_keyframes_abs_pos_embedding": False}
     connectors = {
         "video_connector_attention_head_dim": 16,
         "video_connector_num_learnable_registers": 8,
@@ -78,7 +78,7 @@ def _newer() -> LTX2Pipeline:
 
 
 def _image_to_video() -> LTX2ImageToVideoPipeline:
-    return LTX2ImageToVideoPipeline(**_components(_CONFIG))
+    return LTX2ImageToVideoPipeline(**_components(MODELS["ltx2"].config))
 
 
 def _inputs() -> dict[str, Any]:

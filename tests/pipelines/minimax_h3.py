@@ -14,7 +14,7 @@ from diffusers import (
 from transformers import LlavaProcessor, Qwen2VLImageProcessorPil
 
 from lightning_cp.finetune.modular import called_like_others
-from tests.models.minimax import TINY as MODELS
+from tests.models import TINY as MODELS
 from tests.pipelines.common import quiet
 from tests.pipelines.text.qwen import qwen3_vl
 from tests.pipelines.tiny import TinyPipe, no_zeros

@@ -15,7 +15,7 @@ from transformers import SiglipImageProcessor, SiglipVisionConfig
 from transformers.models.t5gemma2 import T5Gemma2EncoderConfig, T5Gemma2TextConfig
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
 
-from tests.models.motif_video import _CONFIG
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.t5 import tokenizer
@@ -46,7 +46,7 @@ def _text_encoder(size: int) -> T5Gemma2Encoder:
 
 
 def _components(guider: BaseGuidance) -> dict[str, Any]:
-    transformer = MotifVideoTransformer3DModel(**{**_CONFIG, "in_channels": 9, "patch_size": 2})
+    transformer = MotifVideoTransformer3DModel(**{**MODELS["motif_video"].config, "in_channels": 9, "patch_size": 2})
     words = tokenizer()
     return {
         "transformer": no_zeros(transformer.eval()),

@@ -13,7 +13,7 @@ from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from PIL import Image
 from torch import Tensor
 
-from tests.models.omnigen import _OMNIGEN
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, loud, picture
 from tests.pipelines.text.llama import tokenizer
@@ -47,7 +47,7 @@ def _omnigen() -> OmniGenPipeline:
     processor_omnigen.transforms = _TRANSFORMS
     pipeline_omnigen.OmniGenMultiModalProcessor = processor_omnigen.OmniGenMultiModalProcessor
     return OmniGenPipeline(
-        transformer=loud(OmniGenTransformer2DModel(**{**_OMNIGEN, "vocab_size": len(words)})),
+        transformer=loud(OmniGenTransformer2DModel(**{**MODELS["omnigen"].config, "vocab_size": len(words)})),
         vae=vaes.kl(levels=4),
         scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         tokenizer=words,

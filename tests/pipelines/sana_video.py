@@ -12,7 +12,7 @@ from diffusers import (
     SanaVideoTransformer3DModel,
 )
 
-from tests.models.sana import _SANA
+from tests.models.pictures import SANA
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.gemma import gemma2
@@ -22,7 +22,7 @@ from tests.pipelines.wan import unipc
 
 def _components() -> dict[str, Any]:
     transformer = SanaVideoTransformer3DModel(
-        **_SANA,
+        **SANA,
         attention_head_dim=12,
         cross_attention_head_dim=12,
         cross_attention_dim=48,

@@ -16,7 +16,7 @@ from diffusers.pipelines.stable_audio import StableAudioProjectionModel
 from diffusers.pipelines.stable_audio_3 import StableAudio3DurationEmbedder
 from transformers import T5GemmaConfig, T5GemmaEncoderModel, T5GemmaModuleConfig
 
-from tests.models.stable_audio import _CONFIG, _CONFIG3
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio
 from tests.pipelines.text.t5 import t5, tokenizer
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -24,7 +24,9 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 
 def _first() -> StableAudioPipeline:
     words, text_encoder = t5(max_length=24)
-    transformer = StableAudioDiTModel(**{**_CONFIG, "sample_size": 18, "global_states_input_dim": 32})
+    transformer = StableAudioDiTModel(
+        **{**MODELS["stable_audio"].config, "sample_size": 18, "global_states_input_dim": 32}
+    )
     projection = StableAudioProjectionModel(text_encoder_dim=16, conditioning_dim=16, min_value=0, max_value=32)
     return StableAudioPipeline(
         transformer=no_zeros(transformer.eval()),
@@ -64,7 +66,7 @@ def _third() -> StableAudio3Pipeline:
         initializer_range=0.2,
     )
     config = T5GemmaConfig(encoder=module.to_dict(), decoder=module.to_dict(), is_encoder_decoder=False)
-    transformer = StableAudio3DiTModel(**{**_CONFIG3, "global_cond_dim": 16})
+    transformer = StableAudio3DiTModel(**{**MODELS["stable_audio3"].config, "global_cond_dim": 16})
     return StableAudio3Pipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_audio.same(),

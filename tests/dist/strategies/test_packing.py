@@ -25,7 +25,7 @@ from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, trainer_of
 from tests.harness import RankPool
 from tests.harness.cases import full_unless
-from tests.models.ideogram4 import TINY
+from tests.models import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = [(11, 4), (3, 1), (17, 2), (6, 5), (4, 2)]  # tokens of image and text: uneven shards at 2, 3 and 4 ranks

@@ -7,29 +7,26 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_cp.nest import of_type
-from lightning_cp.nest import replace as replace_in
 from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import layouts, problem_of
-from lightning_cp.planning.models import INPUTS, MediaSize, PlannedModel, diffusers_model, of_dtype
+from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Choice, Request, SearchResult
 from lightning_cp.planning.search import CLASS, ranked, search
 from lightning_cp.planning.step import Layout
 from lightning_cp.planning.timeline import Times, time_step
+from lightning_cp.plans import REGISTERED
+from lightning_cp.plans.examples import EXAMPLES
 from tests.models import FIRST, TINY
+from tests.models.test_dry_runs import CANNOT
 
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 H100 = device_named("h100")
 _QUICK = ("ZImageTransformer2DModel", "Kandinsky5Transformer3DModel")
-# Entries of a tiny configuration that must be as in released models.
-_FITTING: dict[str, dict[str, Any]] = {"PixArtTransformer2DModel": {"caption_channels": 8}}
 
 
 def _model(**config: Any) -> PlannedModel:
@@ -185,8 +182,8 @@ def test_invalid_requests_are_refused(changes: dict[str, Any], message: str) -> 
 def test_unknown_models_and_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="diffusers has no class Nothing"):
         diffusers_model("Nothing", {}, MediaSize(64, 64))
-    with pytest.raises(ValueError, match="the inputs of DiTTransformer2DModel are not known"):
-        diffusers_model("DiTTransformer2DModel", {}, MediaSize(64, 64))
+    with pytest.raises(ValueError, match="the inputs of UNet2DModel are not known"):
+        diffusers_model("UNet2DModel", {}, MediaSize(64, 64))
     with pytest.raises(ValueError, match="height=70 must be a multiple of 16"):
         diffusers_model("WanTransformer3DModel", WAN, MediaSize(70, 64))
     with pytest.raises(ValueError, match="frames=8 must be 1 plus a multiple of 4"):
@@ -212,26 +209,25 @@ def test_devices_are_named_changed_and_given() -> None:
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning", "ignore:In CPU autocast:UserWarning")
 @pytest.mark.parametrize(
-    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in INPUTS]
+    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in EXAMPLES]
 )
-def test_inputs_of_a_class_are_those_of_its_forward(kind: str) -> None:
-    """A tiny model computes them, and they can be traced on two ranks."""
-    tiny, spec = TINY[FIRST[kind]], INPUTS[kind]
-    has_frames = any("frames" in str(text).split() for text in spec.inputs.values())
-    size = MediaSize(8 * spec.space, 4 * spec.space, 1 + 2 * spec.time if has_frames else 1, text=7, batch=2)
-    config = {**tiny.config, **_FITTING.get(kind, {})}
+def test_every_class_can_be_planned(kind: str) -> None:
+    """Or its forward cannot be traced at all. Values of the same inputs are those of `tests/models`."""
+    name, example = FIRST[kind], EXAMPLES[kind]
+    frames = 1 + 2 * example.time if example.has("frames") else 1
+    size = MediaSize(8 * example.space, 4 * example.space, frames, text=7, batch=2)
+    config = TINY[name].config
     planned = diffusers_model(kind, config, size)
-    torch.manual_seed(0)
-    drawn = replace_in(
-        Tensor,
-        lambda x: (torch.rand(x.shape) if x.is_floating_point() else torch.ones_like(x, device="cpu"))
-        if x.is_meta else x,
-        dict(planned.inputs),
-    )  # fmt: skip
-    model = getattr(diffusers, kind).from_config(config).eval()
-    with torch.no_grad():
-        assert next(of_type(Tensor, model(**drawn, return_dict=False))).isfinite().all()
-    step = dry_run(planned.build, planned.inputs, Layout(ring=2), StepSettings("sample"), dtype=torch.float32)
-    assert step.flops > 0
-    with pytest.raises(ValueError, match=r"height=.* must be a multiple"):
-        diffusers_model(kind, config, replace(size, height=size.height + 1))
+    if name in CANNOT:
+        with pytest.raises(ValueError, match="this forward cannot be traced"):
+            dry_run(planned.build, planned.inputs, Layout(ring=2), StepSettings("sample"), dtype=torch.float32)
+    else:
+        step = dry_run(planned.build, planned.inputs, Layout(ring=2), StepSettings("sample"), dtype=torch.float32)
+        assert step.flops > 0
+    if example.has("height", "tokens"):
+        with pytest.raises(ValueError, match=r"height=.* must be a multiple"):
+            diffusers_model(kind, config, replace(size, height=size.height + 1))
+
+
+def test_the_planner_knows_every_transformer() -> None:
+    assert set(EXAMPLES) == {kind for kind in REGISTERED if "ControlNet" not in kind}
