@@ -63,7 +63,7 @@ def dry_run(
             tensors have no storage.
         inputs: arguments of the model's forward on this rank. Tensors on the meta device have no values; the model may
             read the values of others.
-        layout: degrees; PipeFusion cannot be traced.
+        layout: degrees.
         settings: what a step is.
         rank: the rank that is traced.
         device: the device to plan for.
@@ -77,8 +77,6 @@ def dry_run(
         ValueError: the degrees do not fit the model, the class has no plan, or there is a process group.
         UntraceableError: the forward reads values that a tensor does not have, or fails with these inputs.
     """
-    if layout.pipe > 1 or layout.patches > 1:
-        raise ValueError(f"pipe={layout.pipe}, patches={layout.patches}: PipeFusion cannot be traced, use 1 and 1")
     short_models = {} if short_models is None else short_models
     margin, is_short = None if every_block else 2 if layout.sharded else 1, False
     with fake_rank(layout.ranks, rank), assuming(device), new_garbage_only():

@@ -9,15 +9,15 @@ from lightning_cp.planning.models import PlannedModel
 from lightning_cp.planning.step import Checkpointing, Layout
 
 Task = Literal["train", "sample"]
-_DEGREES = ("data", "cfg", "ring", "ulysses", "pipe")
+_DEGREES = ("data", "cfg", "ring", "ulysses")
 LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "full")  # from the most memory to the least
 
 
 def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -> Iterator[Layout]:
     """Yield all layouts of so many ranks, the smallest context degrees first.
 
-    Training: data × ring × ulysses. Sampling: also cfg, pipe, and as many patches as stages. Weights are
-    sharded over all ranks in training, and over a context group in sampling.
+    Training: data × ring × ulysses. Sampling: also cfg. Weights are sharded over all ranks in training, and over a
+    context group in sampling.
 
     Args: fixed: attributes of the layouts that are set.
     """
@@ -25,15 +25,14 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
     for context in _divisors(ranks):
         for ulysses in reversed(_divisors(context)):
             for cfg in (1, 2) if samples else (1,):
-                for pipe in _divisors(ranks // context) if samples else (1,):
-                    data, rest = divmod(ranks, context * cfg * pipe)
-                    if rest or not data:
-                        continue
-                    for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
-                        for level in ("none",) if samples else LEVELS:
-                            layout = Layout(data, cfg, context // ulysses, ulysses, pipe, pipe, sharded, level)
-                            if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):
-                                yield layout
+                data, rest = divmod(ranks, context * cfg)
+                if rest or not data:
+                    continue
+                for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
+                    for level in ("none",) if samples else LEVELS:
+                        layout = Layout(data, cfg, context // ulysses, ulysses, sharded, level)
+                        if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):
+                            yield layout
 
 
 def shard_ranks(layout: Layout, task: Task) -> int:
@@ -46,9 +45,9 @@ def shard_ranks(layout: Layout, task: Task) -> int:
 def check_fixed(fixed: Mapping[str, object], task: Task) -> None:
     """Check degrees that a user sets. Raises: ValueError: an unknown one, or one that the task does not have."""
     for name, value in fixed.items():
-        if name not in (*_DEGREES, "patches", "sharded", "checkpointing"):
-            raise ValueError(f"fixed.{name} is not known: use {', '.join(_DEGREES)}, patches, sharded or checkpointing")
-        only = "sample" if name in ("cfg", "pipe", "patches") else "train" if name == "checkpointing" else task
+        if name not in (*_DEGREES, "sharded", "checkpointing"):
+            raise ValueError(f"fixed.{name} cannot be planned: use {', '.join(_DEGREES)}, sharded or checkpointing")
+        only = {"cfg": "sample", "checkpointing": "train"}.get(name, task)
         if only != task and value not in (1, "none"):
             raise ValueError(f"fixed.{name}={value} is for task={only}: leave it out of task={task}")
 
@@ -57,8 +56,6 @@ def problem_of(layout: Layout, model: PlannedModel) -> str | None:
     """Return why a model cannot use a layout, apart from memory; None if it can."""
     if layout.cfg > 1 and not model.guided:
         return "cfg=2 needs classifier-free guidance, which this model does not use"
-    if layout.pipe > 1:
-        return "pipe above 1 (PipeFusion) approximates, and cannot be traced: choose it by hand"
     if model.heads is not None and layout.ulysses > model.heads:
         return f"ulysses={layout.ulysses} must be at most the number of heads, {model.heads}"
     if model.tokens is not None and layout.ring * layout.ulysses > model.tokens:
@@ -66,12 +63,10 @@ def problem_of(layout: Layout, model: PlannedModel) -> str | None:
     return None
 
 
-def overrides_of(layout: Layout, task: Task, batch_size: int = 1, stages: str = "together") -> list[str]:
+def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
     """Return the settings of lightning-cp train or lightning-cp sample for a layout.
 
-    Args:
-        batch_size: samples of a rank's step; the recipe's is that of all data ranks.
-        stages: see `parallelize_pipeline`.
+    Args: batch_size: samples of a rank's step; the recipe's is that of all data ranks.
     """
     if layout.ranks == 1:
         settings = ["strategy=single"]
@@ -86,7 +81,6 @@ def overrides_of(layout: Layout, task: Task, batch_size: int = 1, stages: str = 
             f"activation_checkpointing={layout.checkpointing}",
         ]
     settings += [f"cfg={layout.cfg}"] if layout.cfg > 1 else []
-    settings += [f"stages={stages}"] if stages != "together" else []
     return [*settings, *(["shard=[transformer]"] if layout.sharded else [])]
 
 

@@ -6,12 +6,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.files import read_json
+from lightning_cp.finetune.pipeline import build_component
 from lightning_cp.nest import replace
+from lightning_cp.pipeline_folder import read_index
+from lightning_cp.planning.dry_run import is_ours
+from lightning_cp.plans import registered_plan
 from lightning_cp.plans.example_inputs import ExampleInputs
 from lightning_cp.plans.examples import EXAMPLES
 
@@ -144,3 +150,48 @@ def of_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return inputs with floating-point tensors of a dtype, also those in lists and dicts."""
     changed = replace(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, dict(inputs))
     return {**changed}
+
+
+Entries = Mapping[str, tuple[str, Mapping[str, Any]]]  # class and configuration of a pipeline's components, by name
+
+
+def read_components(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Read class and configuration of the components of a pipeline's folder, except `transformer`.
+
+    Raises: ValueError: a file is damaged.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, entry in read_index(folder).items():
+        file = folder / name / "config.json"
+        if name != "transformer" and isinstance(entry, list) and len(entry) == 2 and file.is_file():
+            found[name] = str(entry[1]), read_json(file)
+    return found
+
+
+def components_of(entries: Entries) -> tuple[dict[str, nn.Module], list[str]]:
+    """Build the components of a pipeline that have weights, without them.
+
+    Returns: those that are no transformers, by name; a line for each component that is not among them.
+    """
+    modules, missing = {}, []
+    for name, (class_name, config) in entries.items():
+        try:
+            module = build_component(class_name, config)
+        except Exception as error:  # of code that is not ours
+            if is_ours(error) and not isinstance(error, ValueError):
+                raise
+            missing.append(f"{name} ({class_name}): {' '.join(str(error).split())[:200]}")
+            continue
+        if module is not None and registered_plan(type(module)) is not None:
+            missing.append(f"{name} ({class_name}), another transformer")
+        elif module is not None:
+            modules[name] = module
+    return modules, missing
+
+
+def compression(vae: Any) -> tuple[int, int]:
+    """Return pixels of a latent and, for clips, frames of a latent (otherwise 0)."""
+    space = getattr(vae, "spatial_compression_ratio", None) or 2 ** (len(vae.config["block_out_channels"]) - 1)
+    time = getattr(vae, "temporal_compression_ratio", None) or vae.config.get("scale_factor_temporal") or 4
+    is_clip = any(isinstance(x, nn.Conv3d) for x in vae.decoder.modules())
+    return int(space), int(time) if is_clip else 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
-from lightning_cp.pipelines.settings import Placement
-from lightning_cp.planning.components import Pipeline
 from lightning_cp.planning.devices import GB, Device
 from lightning_cp.planning.layouts import Task, check_fixed, overrides_of
 from lightning_cp.planning.models import PlannedModel
@@ -30,18 +28,16 @@ class Request:
         device: the device of each rank.
         task: "train": the highest throughput. "sample": the shortest time of a sample.
         memory_gb: memory of a rank, in 10^9 bytes; None: the device's.
-        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers, and encoders and VAE
-            without `pipeline`.
+        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers.
+        others: sampling: GB of the weights of the other components of the pipeline, by name.
+        uncounted: a line for each component that is in no number.
         lora: adapters to train in place of the weights.
         dtype: dtype of the weights.
         autocast: see `StepSettings`.
         batch_size: number of samples in `model.inputs`.
         plan: a plan for the model; None: the registered one.
         fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
-        pipeline: encoders and VAE of the model, for sampling; None: not planned.
-        stages: which components of a pipeline are on the device: see `parallelize_pipeline`.
         mlp_tiles: see `engine.apply.parallelize`.
-        num_inference_steps: steps of a sample; None: the default of its pipeline.
     Raises: ValueError: an invalid value.
     """
 
@@ -51,16 +47,15 @@ class Request:
     task: Task = "train"
     memory_gb: float | None = None
     reserved_gb: float = 2.0
+    others: Mapping[str, float] = field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
     lora: LoraSettings | None = None
     dtype: torch.dtype = torch.bfloat16
     autocast: torch.dtype | None = None
     batch_size: int = 1
     plan: object = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    pipeline: Pipeline | None = None
-    stages: Placement = "together"
     mlp_tiles: int | str | None = None
-    num_inference_steps: int | None = None
 
     def __post_init__(self) -> None:
         if not Integer(1).passes(self.ranks):
@@ -74,18 +69,14 @@ class Request:
         if self.lora is not None and self.task == "sample":
             raise ValueError("lora.rank is for task=train: for sampling, leave it out")
         check_fixed(self.fixed, self.task)
-        if self.stages not in (valid := get_args(Placement)):
-            raise ValueError(f"stages={self.stages!r} must be one of {', '.join(valid)}")
         if not MLP_TILES.passes(self.mlp_tiles):
             raise ValueError(f"mlp_tiles={self.mlp_tiles!r} must be {MLP_TILES.describe()}")
         if self.mlp_tiles is not None and self.task == "sample":
             raise ValueError(f"mlp_tiles={self.mlp_tiles} is for task=train: leave it out of task=sample")
-        if self.num_inference_steps is not None and not Integer(1).passes(self.num_inference_steps):
-            raise ValueError(
-                f"num_inference_steps={self.num_inference_steps!r} must be null or an integer of at least 1"
-            )
         if self.available <= 0:
-            raise ValueError(f"reserved_gb={self.reserved_gb} must be less than the memory of a rank, {self.memory} GB")
+            others = "".join(f" + {name} {gb:.3g}" for name, gb in self.others.items())
+            needed = f"reserved_gb={self.reserved_gb}{others}"
+            raise ValueError(f"{needed} must be less than the memory of a rank, {self.memory} GB")
 
     @property
     def memory(self) -> float:
@@ -93,14 +84,14 @@ class Request:
         return self.device.memory_gb if self.memory_gb is None else self.memory_gb
 
     @property
-    def available(self) -> float:
-        """Bytes of a rank for the step."""
-        return (self.memory - self.reserved_gb) * GB
+    def taken_gb(self) -> float:
+        """Memory of a rank that the step does not have, in GB."""
+        return self.reserved_gb + sum(self.others.values())
 
     @property
-    def steps(self) -> int | None:
-        """Denoising steps of a sample; None: not known."""
-        return self.num_inference_steps or (self.pipeline.steps if self.pipeline else None)
+    def available(self) -> float:
+        """Bytes of a rank for the step."""
+        return (self.memory - self.taken_gb) * GB
 
     def forwards(self, layout: Layout) -> int:
         """Return the number of forwards of a rank's step: two with guidance whose branches are not divided."""
@@ -109,33 +100,11 @@ class Request:
     def overrides(self, layout: Layout) -> list[str]:
         """Return the settings of lightning-cp train or lightning-cp sample for a layout."""
         tiles = [] if self.mlp_tiles is None else [f"mlp_tiles={self.mlp_tiles}"]
-        return [*overrides_of(layout, self.task, self.batch_size, self.stages), *tiles]
+        return [*overrides_of(layout, self.task, self.batch_size), *tiles]
 
     def missing_gb(self, layout: Excluded) -> float:
         """Return the memory of a rank that a layout lacks, in GB."""
         return (layout.needs_bytes - self.available) / GB
-
-
-@dataclass(frozen=True)
-class SampleStage:
-    """A stage of a sample.
-
-    Attributes:
-        name: "encode", "denoise" or "decode".
-        peak: bytes at the peak of memory, by category, with the weights of all components that are on the device.
-        seconds: time of encode, of decode, or of one denoising step.
-        problems: components that are not in `seconds`, each with the reason.
-    """
-
-    name: str
-    peak: dict[str, int]
-    seconds: float
-    problems: tuple[str, ...] = ()
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes at the peak of memory."""
-        return sum(self.peak.values())
 
 
 @dataclass(frozen=True)
@@ -148,7 +117,6 @@ class Choice:
             sample.
         peak: bytes at the peak of memory, by category.
         sent: bytes that a rank sends, by communicator.
-        stages: stages of a sample, if a pipeline is planned; `peak` is then the highest of their peaks.
     """
 
     layout: Layout
@@ -157,12 +125,6 @@ class Choice:
     peak: dict[str, int]
     flops: int
     sent: dict[str, int]
-    stages: tuple[SampleStage, ...] = ()
-
-    @property
-    def stage(self) -> str:
-        """The stage with the highest peak; "" if only the transformer is planned."""
-        return max(self.stages, key=attrgetter("peak_bytes")).name if self.stages else ""
 
     @property
     def peak_bytes(self) -> int:
@@ -176,14 +138,12 @@ class Excluded:
 
     Attributes:
         needs_bytes: memory, at least; 0: it was not excluded for its memory.
-        stage: name of the stage with the highest peak; "": not known, or only the transformer is planned.
         is_least: it was excluded without a dry run, and may need more.
     """
 
     layout: Layout
     reason: str
     needs_bytes: float = 0.0
-    stage: str = ""
     is_least: bool = False
 
 

@@ -16,8 +16,7 @@ class Layout:
     """How ranks divide a step.
 
     Attributes:
-        data, cfg, ring, ulysses, pipe: degrees; their product is the number of ranks.
-        patches: number of patches of PipeFusion.
+        data, cfg, ring, ulysses: degrees; their product is the number of ranks.
         sharded: weights, gradients and optimizer states are sharded (FSDP2); False: every rank holds them.
         checkpointing: activation checkpointing of the blocks.
         rotate_method: how keys move around the ring, see `ContextParallelConfig`.
@@ -27,8 +26,6 @@ class Layout:
     cfg: int = 1
     ring: int = 1
     ulysses: int = 1
-    pipe: int = 1
-    patches: int = 1
     sharded: bool = False
     checkpointing: Checkpointing = "none"
     rotate_method: Literal["allgather", "alltoall"] = "allgather"
@@ -36,7 +33,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.data * self.cfg * self.ring * self.ulysses * self.pipe
+        return self.data * self.cfg * self.ring * self.ulysses
 
 
 @dataclass(frozen=True)

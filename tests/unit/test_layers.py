@@ -54,7 +54,7 @@ LAYERS = (
     {"__init__"},
 )
 MAX_LINES = {
-    "app": 12150,
+    "app": 12120,
     "attention": 4230,
     "callbacks": 410,
     "checkpoint": 1430,
@@ -67,7 +67,7 @@ MAX_LINES = {
     "launch": 1640,
     "mesh": 580,
     "pipelines": 5810,
-    "planning": 2650,
+    "planning": 2330,
     "plans": 2360,
     "root": 1740,
     "sampling": 210,

@@ -40,9 +40,8 @@ def table(result: SearchResult, rows: int) -> Table:
         "host",
         "links",
         "GB sent",
-        *(["peak in"] if request.pipeline else []),
     ):
-        shown.add_column(column, justify="left" if column in ("", "layout", "bound", "peak in") else "right")
+        shown.add_column(column, justify="left" if column in ("", "layout", "bound") else "right")
     for number, choice in enumerate(result.choices[:rows]):
         parts = choice.times.by_bound
         links = sum(value for name, value in parts.items() if name not in ("compute", "host"))
@@ -50,13 +49,12 @@ def table(result: SearchResult, rows: int) -> Table:
         shown.add_row(
             "→" if number == 0 else "=" if number < result.equal else "",
             described(choice.layout),
-            f"{choice.peak_bytes / GB + request.reserved_gb:.1f}",
+            f"{choice.peak_bytes / GB + request.taken_gb:.1f}",
             f"{1e3 * choice.times.seconds:,.1f}",
             f"{1e3 * choice.sample_s:,.1f}",
             choice.times.bound,
             *shares,
             f"{sum(choice.sent.values()) / GB:.2f}",
-            *([choice.stage] if request.pipeline else []),
         )
     return shown
 
@@ -66,7 +64,11 @@ def notes(result: SearchResult) -> list[str]:
     device, lines = result.request.device, []
     if result.equal > 1:
         lines.append("= within 15 % of the fastest: predictions cannot order these, so the simplest one is chosen")
-    lines += _stage_lines(result)
+    if result.request.task == "sample":
+        weights = ", ".join(f"{name} {gb:.1f} GB" for name, gb in result.request.others.items())
+        lines.append(f"planned: a step of the transformer{f', with the weights of {weights}' if weights else ' alone'}")
+        lines.append("not planned: PipeFusion; encoding; decoding, which needs more memory than a step in long clips")
+        lines += [f"not counted: {x}" for x in result.request.uncounted]
     reasons = Counter(_kind(x.reason) for x in result.excluded)
     lines += [f"{count} layouts excluded: {reason}" for reason, count in reasons.most_common()]
     if result.request.task == "train" and any(x.layout.sharded for x in result.choices):
@@ -76,23 +78,6 @@ def notes(result: SearchResult) -> list[str]:
             f"times are not calibrated (rates of {device.name}: {device.source}); bytes and memory do not depend on "
             "them. To measure rates: lightning-cp plan calibrate=true ranks=…"
         )
-    return lines
-
-
-def _stage_lines(result: SearchResult) -> list[str]:
-    """Return memory and time of the stages of a sample, with the first choice, and what is not in them."""
-    request = result.request
-    lines = [f"not counted: {x}" for x in request.pipeline.uncounted] if request.pipeline else []
-    if result.best is None or not result.best.stages:
-        return lines
-    lines += dict.fromkeys(problem for x in result.best.stages for problem in x.problems)
-    memory = ", ".join(f"{x.name} {x.peak_bytes / GB + request.reserved_gb:.1f} GB" for x in result.best.stages)
-    lines.append(f"→ memory by stage: {memory} (stages={request.stages})")
-    if request.steps is not None:
-        encode, step, decode = (x.seconds / request.batch_size for x in result.best.stages)
-        total = encode + request.steps * step + decode
-        times = f"encode {encode:.3g} s + {request.steps} × {step:.3g} s + decode {decode:.3g} s"
-        lines.append(f"→ time of a sample: {times} = {total:.3g} s")
     return lines
 
 
@@ -110,8 +95,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "memory_gb": request.memory,
         "reserved_gb": request.reserved_gb,
         "tokens": request.model.tokens,
-        "stages": request.stages if request.pipeline else None,
-        "num_inference_steps": request.steps,
+        "others_gb": dict(request.others),
         "lora_rank": None if request.lora is None else request.lora.rank,
         "device": as_figures(request.device),
         "calibrated": request.device.is_calibrated,
@@ -135,7 +119,6 @@ def _choice(choice: Choice, result: SearchResult) -> dict[str, Any]:
         "bound": choice.times.bound,
         "seconds_by_bound": choice.times.by_bound,
         "peak_bytes": choice.peak,
-        "stages": [{"name": x.name, "peak_bytes": x.peak, "seconds": x.seconds} for x in choice.stages],
         "flops": choice.flops,
         "sent_bytes": choice.sent,
     }

@@ -17,12 +17,10 @@ from lightning_cp.launch.rank import load_target
 from lightning_cp.pipeline_folder import index_file, read_index
 
 if TYPE_CHECKING:
-    from lightning_cp.planning.components import Pipeline
     from lightning_cp.planning.devices import Device
-    from lightning_cp.planning.models import MediaSize, PlannedModel
+    from lightning_cp.planning.models import Entries, MediaSize, PlannedModel
     from lightning_cp.planning.request import Request
 
-Components = tuple[str, dict[str, tuple[str, dict[str, Any]]]]  # class of the pipeline; class and config by name
 _PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
 
 
@@ -31,12 +29,13 @@ def request_of(config: DictConfig) -> Request:
     import torch
 
     from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+    from lightning_cp.pipelines.placement.sharding import is_vae
+    from lightning_cp.planning.devices import GB
+    from lightning_cp.planning.models import components_of, compression
     from lightning_cp.planning.request import Request
 
     if OmegaConf.is_missing(config, "model"):
         raise SettingsError("model=<name> must be set, see --help")
-    if config.task == "train" and config.stages != "together":
-        raise SettingsError(f"stages={config.stages} is for task=sample: leave it out of task=train")
     if not isinstance(config.rows, int) or config.rows < 1:
         raise SettingsError(f"rows={config.rows} must be an integer of at least 1")
     device = device_of(config.gpu)
@@ -47,30 +46,32 @@ def request_of(config: DictConfig) -> Request:
         raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
     dtype, autocast = _PRECISIONS[precision]
     plan = None if config.plan is None else _load(f"{config.plan}:plan")
-    found = _components(config)
+    modules, uncounted = components_of(_components(config))
+    vae = next((x for x in modules.values() if is_vae(x)), None)
+    size = getattr(torch, dtype).itemsize
+    weights = {name: size * sum(x.numel() for x in module.parameters()) / GB for name, module in modules.items()}
+    counts = config.task == "sample" and config.components
     return Request(
-        model_of(config, found),
+        model_of(config, None if vae is None else compression(vae)),
         config.ranks,
         device,
         task=config.task,
         memory_gb=config.memory_gb,
         reserved_gb=config.reserved_gb,
+        others=weights if counts else {},
+        uncounted=tuple(uncounted if counts else modules),
         lora=None if config.lora.rank is None else LoraSettings(rank=config.lora.rank),
         dtype=getattr(torch, dtype),
         autocast=None if autocast is None else getattr(torch, autocast),
         batch_size=config.batch_size,
         plan=plan,
         fixed={key: value for key, value in _plain(config.fixed).items() if value is not None},
-        pipeline=_pipeline_of(config, found) if config.task == "sample" and config.components else None,
-        stages=config.stages,
         mlp_tiles=config.mlp_tiles,
-        num_inference_steps=config.num_inference_steps,
     )
 
 
-def model_of(config: DictConfig, components: Components | None) -> PlannedModel:
+def model_of(config: DictConfig, compression: tuple[int, int] | None) -> PlannedModel:
     """Return the model and its inputs. Raises: ValueError: it is not known, or a size does not fit it."""
-    from lightning_cp.planning.components import compression_of
     from lightning_cp.planning.models import PlannedModel, diffusers_model
 
     name, path = str(config.model), Path(str(config.model))
@@ -98,7 +99,7 @@ def model_of(config: DictConfig, components: Components | None) -> PlannedModel:
         _size(config, values["size"]),
         name=name,
         guided=guided,
-        compression=compression_of(components[1]) if components else None,
+        compression=compression,
         time_per_token=values.get("time_per_token", False),
     )
 
@@ -115,28 +116,18 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
     return MediaSize(**size, batch=config.batch_size)
 
 
-def _pipeline_of(config: DictConfig, components: Components | None) -> Pipeline | None:
-    """Return the encoders and the VAE of a pipeline's folder or of a named configuration; None: not known."""
-    from lightning_cp.planning.components import make_pipeline
-
-    name = str(config.model)
-    usual = _plain(config.models[name].size) if name in config.models else {}
-    return make_pipeline(*components, _size(config, usual)) if components else None
-
-
-def _components(config: DictConfig) -> Components | None:
-    """Return the class of the model's pipeline, and class and configuration of its components; None: not known."""
+def _components(config: DictConfig) -> Entries:
+    """Return class and configuration of the other components of the model's pipeline, by name; {}: not known."""
     import transformers
 
-    from lightning_cp.planning.components import read_components
+    from lightning_cp.planning.models import read_components
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # image processors are not used
     name, path = str(config.model), Path(str(config.model))
     if name in config.models:
-        values = _plain(config.models[name])
-        entries = {key: (x["class"], x["config"]) for key, x in values.get("components", {}).items()}
-        return (values["pipeline"], entries) if entries else None
-    return read_components(path) if path.is_dir() and index_file(path) is not None else None
+        components = _plain(config.models[name]).get("components", {})
+        return {key: (x["class"], x["config"]) for key, x in components.items()}
+    return read_components(path) if path.is_dir() and index_file(path) is not None else {}
 
 
 def _changed_entries(config: DictConfig, kind: str) -> dict[str, Any]:

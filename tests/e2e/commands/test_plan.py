@@ -94,16 +94,20 @@ def test_folders_files_and_own_devices_are_planned_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_pipeline_is_planned_with_its_encoders_and_vae(tmp_path: Path) -> None:
+def test_the_weights_of_a_pipelines_encoders_and_vae_are_counted(tmp_path: Path) -> None:
     pipe = TINY["wan"].make()
     pipe.save_pretrained(tmp_path / "pipe")
     sizes = ("height=64", "width=64", "frames=5", "text=9", "ranks=2", "gpu=cpu", "task=sample", "hydra.run.dir=run")
-    done = _plan(tmp_path, "model=pipe", "stages=offload", "num_inference_steps=7", *sizes)
+    done = _plan(tmp_path, "model=pipe", *sizes)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"memory by stage: encode .* GB, denoise .* GB, decode .* GB \(stages=offload\)", done.stdout)
-    assert re.search(r"time of a sample: encode .* s \+ 7 × .* s \+ decode .* s = .* s", done.stdout)
-    assert "stages=offload" in _read(tmp_path)["overrides"]
-    assert [x["name"] for x in _read(tmp_path)["choices"][0]["stages"]] == ["encode", "denoise", "decode"]
+    assert re.search(
+        r"planned: a step of the transformer, with the weights of text_encoder .* GB, vae .* GB", done.stdout
+    )
+    assert "not planned: PipeFusion; encoding; decoding" in done.stdout
+    weights = {x: 4 * sum(y.numel() for y in getattr(pipe, x).parameters()) / 1e9 for x in ("text_encoder", "vae")}
+    assert _read(tmp_path)["others_gb"] == pytest.approx(weights)
+    done = _plan(tmp_path, "model=pipe", *sizes, "components=false")
+    assert "planned: a step of the transformer alone" in done.stdout
 
 
 @pytest.mark.full
@@ -124,11 +128,10 @@ def test_if_nothing_fits_the_missing_memory_is_printed(tmp_path: Path) -> None:
         pytest.param(["gpu=none.yaml"], "gpu=none.yaml cannot be read", marks=pytest.mark.full),
         pytest.param(["model=Nothing"], "diffusers has no class Nothing", marks=pytest.mark.full),
         pytest.param(["model=some/folder"], "model=some/folder is no folder", marks=pytest.mark.full),
-        pytest.param(["fixed.patches=2"], "fixed.patches=2 is for task=sample", marks=pytest.mark.full),
+        pytest.param(["fixed.cfg=2"], "fixed.cfg=2 is for task=sample", marks=pytest.mark.full),
         pytest.param(["+config.num_layres=4"], "no such entry, use num_layers", marks=pytest.mark.full),
         pytest.param(["+config.num_layers=many"], "cannot be built with this configuration", marks=pytest.mark.full),
         pytest.param(["height=0"], "height=0 must be", marks=pytest.mark.full),
-        pytest.param(["stages=offload"], "stages=offload is for task=sample", marks=pytest.mark.full),
         (["calibrate=true", "gpu=h100"], "gpu=h100: calibrate=true measures this machine; use gpu=auto or gpu=cpu"),
         pytest.param(["fixed.ring=3"], "no layout of 8 ranks has these degrees", marks=pytest.mark.full),
     ],

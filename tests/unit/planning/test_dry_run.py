@@ -143,8 +143,6 @@ def test_errors_name_the_cause() -> None:
         dry_run(_Reads, {"x": _meta(2, 8, 16)}, Layout(ring=2))
     with pytest.raises(ValueError, match="ulysses_degree=8 must be at most the number of query heads, 4"):
         dry_run(_TINY, _TINY_INPUTS, Layout(ulysses=8))
-    with pytest.raises(ValueError, match="pipe=2"):
-        dry_run(_TINY, _TINY_INPUTS, Layout(pipe=2))
     with pytest.raises(ValueError, match="rank=2 must be"):
         dry_run(_TINY, _TINY_INPUTS, Layout(ring=2), rank=2)
 

@@ -26,15 +26,15 @@ def test_layouts_are_complete_and_different(ranks: int, task: Task) -> None:
     found = list(layouts(ranks, task))
     assert all(x.ranks == ranks for x in found)
     assert len(set(found)) == len(found)
-    degrees = {(x.data, x.cfg, x.ring, x.ulysses, x.pipe) for x in found}
+    degrees = {(x.data, x.cfg, x.ring, x.ulysses) for x in found}
     rooms = [x for x in range(1, ranks + 1) if ranks % x == 0]
     expected = {
-        (data, cfg, ring, ulysses, pipe)
-        for data in rooms for cfg in (1, 2) for ring in rooms for ulysses in rooms for pipe in rooms
-        if data * cfg * ring * ulysses * pipe == ranks and (task == "sample" or cfg == pipe == 1)
+        (data, cfg, ring, ulysses)
+        for data in rooms for cfg in (1, 2) for ring in rooms for ulysses in rooms
+        if data * cfg * ring * ulysses == ranks and (task == "sample" or cfg == 1)
     }  # fmt: skip
     assert degrees == expected
-    can_shard = [ranks if task == "train" else ring * ulysses for _, _, ring, ulysses, _ in degrees]  # over so many
+    can_shard = [ranks if task == "train" else ring * ulysses for _, _, ring, ulysses in degrees]  # over so many
     assert len(found) == sum(1 if x == 1 else 2 for x in can_shard) * (3 if task == "train" else 1)
 
 
@@ -49,7 +49,6 @@ def test_fixed_degrees_restrict_the_layouts() -> None:
         (Layout(ulysses=8), "ulysses=8 must be at most the number of heads, 4"),
         (Layout(ring=4, ulysses=4), "ring × ulysses = 16 must be at most the number of tokens, 10"),
         (Layout(cfg=2), "cfg=2 needs classifier-free guidance"),
-        (Layout(pipe=2, patches=2), "PipeFusion"),
     ],
 )
 def test_impossible_layouts_have_a_reason(layout: Layout, reason: str) -> None:
@@ -64,10 +63,9 @@ def test_possible_layouts_have_none() -> None:
 @pytest.mark.parametrize(
     ("fixed", "task", "message"),
     [
-        ({"patches": 4}, "train", "fixed.patches=4 is for task=sample"),
         ({"cfg": 2}, "train", "fixed.cfg=2 is for task=sample"),
         ({"checkpointing": "full"}, "sample", "is for task=train"),
-        ({"rings": 2}, "train", "fixed.rings is not known"),
+        ({"rings": 2}, "train", "fixed.rings cannot be planned"),
     ],
 )
 def test_contradicting_degrees_are_refused(fixed: dict[str, Any], task: Task, message: str) -> None:
@@ -77,7 +75,7 @@ def test_contradicting_degrees_are_refused(fixed: dict[str, Any], task: Task, me
 
 @pytest.mark.parametrize("task", [pytest.param("train", marks=pytest.mark.full), "sample"])
 def test_the_settings_of_every_layout_are_valid(task: Task) -> None:
-    for layout in (x for x in (*layouts(1, task), *layouts(4, task)) if x.pipe == 1):
+    for layout in (*layouts(1, task), *layouts(4, task)):
         settings = overrides_of(layout, task, batch_size=2)
         with initialize_config_dir(conf_dir(), version_base="1.3"):
             config = compose(task, overrides=[*settings, "run_dir=/runs/here", *_SOURCE[task]])

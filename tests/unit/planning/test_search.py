@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,15 @@ import torch
 from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import layouts, problem_of
-from lightning_cp.planning.models import MediaSize, PlannedModel, diffusers_model, of_dtype
+from lightning_cp.planning.models import (
+    MediaSize,
+    PlannedModel,
+    components_of,
+    compression,
+    diffusers_model,
+    of_dtype,
+    read_components,
+)
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.request import Choice, Request, SearchResult
 from lightning_cp.planning.search import CLASS, ranked, search
@@ -171,7 +182,8 @@ def test_the_fastest_layout_is_that_of_an_exhaustive_search(task: Any) -> None:
         ({"memory_gb": 0}, "memory_gb=0 must be a number above 0"),
         ({"memory_gb": 1, "reserved_gb": 2}, "reserved_gb=2 must be less than the memory of a rank, 1 GB"),
         ({"task": "fly"}, "task='fly' must be train or sample"),
-        ({"fixed": {"patches": 2}}, "fixed.patches=2 is for task=sample"),
+        ({"fixed": {"patches": 2}}, "fixed.patches cannot be planned: use data, cfg"),
+        ({"others": {"vae": 99}}, r"reserved_gb=2.0 \+ vae 99 must be less than the memory of a rank"),
     ],
 )
 def test_invalid_requests_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -190,6 +202,45 @@ def test_unknown_models_and_sizes_are_refused() -> None:
         diffusers_model("WanTransformer3DModel", WAN, MediaSize(64, 64, 8))
     with pytest.raises(ValueError, match="frames=5 must be 1: this model makes pictures"):
         diffusers_model("FluxTransformer2DModel", {}, MediaSize(64, 64, 5))
+
+
+def test_a_time_per_token_is_planned() -> None:
+    flops = []
+    for per_token in (False, True):
+        model = diffusers_model("WanTransformer3DModel", WAN, MediaSize(32, 48, 9, text=7), time_per_token=per_token)
+        assert model.inputs["timestep"].shape == ((1, model.tokens) if per_token else (1,))
+        flops.append(dry_run(model.build, of_dtype(model.inputs, torch.bfloat16), Layout(ring=2)).flops)
+    assert flops[1] > flops[0]
+
+
+@pytest.mark.parametrize("space", [8, 16])
+def test_latents_are_those_of_the_vae(space: int) -> None:
+    large = {"scale_factor_spatial": 16, "patch_size": 2, "in_channels": 12, "out_channels": 12}  # of Wan 2.2 TI2V
+    modules, _ = components_of(
+        {"vae": ("AutoencoderKLWan", {"z_dim": 4, "base_dim": 4, **(large if space == 16 else {})})}
+    )
+    assert compression(modules["vae"]) == (space, 4)
+    model = diffusers_model("WanTransformer3DModel", WAN, MediaSize(64, 96, 9), compression=(space, 4))
+    assert model.inputs["hidden_states"].shape[2:] == (3, 64 // space, 96 // space)
+    assert model.tokens == 3 * (64 // space // 2) * (96 // space // 2)
+
+
+def test_components_that_are_not_counted_are_named(tmp_path: Path) -> None:
+    index = {
+        "_class_name": "WanPipeline",
+        "vae": ["own", "MyVae"],
+        "tokenizer": ["transformers", "T5Tokenizer"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for name in list(index)[1:]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    modules, uncounted = components_of(read_components(tmp_path))
+    assert list(modules) == ["text_encoder"]
+    named = ["transformer_2 (WanTransformer3DModel)", "vae (MyVae)"]
+    assert sorted(re.split("[:,]", x)[0] for x in uncounted) == named
 
 
 def test_devices_are_named_changed_and_given() -> None:
