@@ -47,13 +47,17 @@ class Tiny:
         added = {**self.sizes, **(sizes or {})}, {**self.inputs, **(inputs or {})}
         return replace(self, config={**self.config, **config}, sizes=added[0], inputs=added[1])
 
-    def build(self) -> nn.Module:
-        """The model in float64 and eval mode, with nothing left at zero."""
+    def make(self, **config: Any) -> Any:
+        """The model as its class makes it, with changes of the configuration."""
         import diffusers
 
+        return getattr(diffusers, self.kind)(**{**self.config, **config})
+
+    def build(self) -> nn.Module:
+        """The model in float64 and eval mode, with nothing left at zero."""
         torch.manual_seed(0)
         with patch("torch.empty", torch.zeros):  # some parameters keep what torch.empty found in memory
-            model = getattr(diffusers, self.kind)(**self.config).double().eval()
+            model = self.make().double().eval()
         for parameter in model.parameters():
             if not parameter.abs().sum():
                 nn.init.normal_(parameter, std=0.02)

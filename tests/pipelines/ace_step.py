@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import AceStepPipeline, AceStepTransformer1DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import AceStepPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.ace_step import AceStepConditionEncoder
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio
 from tests.pipelines.text.qwen import qwen3
 from tests.pipelines.tiny import TinyPipe, no_zeros
@@ -25,9 +26,7 @@ _SIZES = {
 def _ace_step() -> AceStepPipeline:
     tokenizer, text_encoder = qwen3(hidden=32)
     torch.nn.init.normal_(text_encoder.get_input_embeddings().weight)  # so that words differ much
-    transformer = AceStepTransformer1DModel(
-        **_SIZES, num_hidden_layers=4, in_channels=12, audio_acoustic_hidden_dim=4, patch_size=2
-    )
+    transformer = MODELS["ace_step"].make(encoder_hidden_size=None)
     conditions = AceStepConditionEncoder(
         **_SIZES,
         text_hidden_dim=32,

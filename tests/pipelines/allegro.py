@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import AllegroPipeline, AllegroTransformer3DModel, DDIMScheduler
+from diffusers import AllegroPipeline, DDIMScheduler
 
 from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _allegro() -> AllegroPipeline:
     tokenizer, text_encoder = t5(width=8)
     return AllegroPipeline(
-        transformer=no_zeros(AllegroTransformer3DModel(**MODELS["allegro"].config).eval()),
+        transformer=no_zeros(MODELS["allegro"].make().eval()),
         vae=vaes_video.allegro(),
         scheduler=DDIMScheduler(),
         tokenizer=tokenizer,

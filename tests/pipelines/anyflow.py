@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import AnyFlowPipeline, AnyFlowTransformer3DModel, FlowMapEulerDiscreteScheduler
+from diffusers import AnyFlowPipeline, FlowMapEulerDiscreteScheduler
 
 from tests.models import TINY as MODELS
 from tests.pipelines.media import video
@@ -14,7 +14,7 @@ from tests.pipelines.wan import SIZE, STEPS, TEXT, common
 
 def _anyflow() -> AnyFlowPipeline:
     return AnyFlowPipeline(
-        transformer=no_zeros(AnyFlowTransformer3DModel(**MODELS["anyflow"].config).eval()),
+        transformer=no_zeros(MODELS["anyflow"].make().eval()),
         scheduler=FlowMapEulerDiscreteScheduler(shift=5.0),
         **common(),
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel
+from diffusers import AuraFlowPipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.t5 import umt5
@@ -17,19 +18,7 @@ _SIZE = (12, 20)  # 3 x 5 tokens: the autoencoder halves both, and the transform
 
 def _make() -> Any:
     tokenizer, text_encoder = umt5(width=16)
-    transformer = AuraFlowTransformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=_LATENTS,
-        num_mmdit_layers=2,
-        num_single_dit_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=16,
-        out_channels=_LATENTS,
-        pos_embed_max_size=64,
-    )
+    transformer = MODELS["auraflow"].make()
     return AuraFlowPipeline(
         scheduler=flow_match(shift=1.73),
         vae=vaes.kl(_LATENTS, levels=2),

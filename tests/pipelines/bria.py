@@ -7,11 +7,10 @@ from typing import Any
 from diffusers import (
     AutoencoderKLWan,
     BriaFiboPipeline,
-    BriaFiboTransformer2DModel,
     BriaPipeline,
-    BriaTransformer2DModel,
 )
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, quiet
 from tests.pipelines.text.smollm import smollm3
@@ -32,7 +31,7 @@ _SIZES = {
 def _bria() -> Any:
     tokenizer, text_encoder = t5(width=32)
     with quiet():
-        transformer = BriaTransformer2DModel(in_channels=4 * _LATENTS, **_SIZES)
+        transformer = MODELS["bria"].make(in_channels=4 * _LATENTS)
     return BriaPipeline(
         scheduler=flow_match(),
         vae=vaes.kl(_LATENTS, levels=2),
@@ -45,7 +44,7 @@ def _bria() -> Any:
 def _fibo() -> Any:
     tokenizer, text_encoder = smollm3(hidden=16)
     with quiet():
-        transformer = BriaFiboTransformer2DModel(in_channels=_LATENTS, text_encoder_dim=16, **_SIZES)
+        transformer = MODELS["fibo"].make(text_encoder_dim=16)
     return BriaFiboPipeline(
         scheduler=flow_match(),
         vae=AutoencoderKLWan(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import ChromaImg2ImgPipeline, ChromaPipeline, ChromaTransformer2DModel
+from diffusers import ChromaImg2ImgPipeline, ChromaPipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, picture, quiet
 from tests.pipelines.text.t5 import t5
@@ -18,18 +19,7 @@ _SIZE = (12, 20)  # 3 x 5 tokens: the autoencoder halves both, and the transform
 def _make(pipeline: type) -> Any:
     tokenizer, text_encoder = t5(width=32)
     with quiet():
-        transformer = ChromaTransformer2DModel(
-            in_channels=4 * _LATENTS,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            joint_attention_dim=32,
-            axes_dims_rope=[4, 4, 8],
-            approximator_num_channels=8,
-            approximator_hidden_dim=16,
-            approximator_layers=1,
-        )
+        transformer = MODELS["chroma"].make(in_channels=4 * _LATENTS)
     return pipeline(
         scheduler=flow_match(),
         vae=vaes.kl(_LATENTS, levels=2),

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import ChronoEditPipeline, ChronoEditTransformer3DModel
+from diffusers import ChronoEditPipeline
 
-from tests.models.wan import WAN
+from tests.models import TINY as MODELS
 from tests.pipelines.media import image, prompt_embeds
 from tests.pipelines.tiny import TinyPipe, no_zeros
 from tests.pipelines.wan import SIZE, STEPS, clip_vision, common, unipc
 
 
 def _chronoedit() -> ChronoEditPipeline:
-    transformer = ChronoEditTransformer3DModel(
-        **{**WAN, "in_channels": 12, "image_dim": 16, "added_kv_proj_dim": 48, "rope_temporal_skip_len": 8}
-    )
+    transformer = MODELS["chronoedit_per_token_timestep"].make(in_channels=12)
     return ChronoEditPipeline(transformer=no_zeros(transformer.eval()), scheduler=unipc(), **clip_vision(), **common())
 
 

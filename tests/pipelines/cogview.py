@@ -7,11 +7,10 @@ from typing import Any
 from diffusers import (
     CogVideoXDDIMScheduler,
     CogView3PlusPipeline,
-    CogView3PlusTransformer2DModel,
     CogView4Pipeline,
-    CogView4Transformer2DModel,
 )
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.glm import glm
@@ -19,19 +18,6 @@ from tests.pipelines.text.t5 import t5
 from tests.pipelines.tiny import TinyPipe
 
 _LATENTS = 4
-_SIZES = {
-    "patch_size": 2,
-    "in_channels": _LATENTS,
-    "out_channels": _LATENTS,
-    "num_layers": 2,
-    "attention_head_dim": 8,
-    "num_attention_heads": 4,
-    "text_embed_dim": 16,
-    "time_embed_dim": 8,
-    "condition_dim": 4,
-    "pos_embed_max_size": 8,
-    "sample_size": 8,
-}
 _SIZE_3 = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and the transformer sees patches of 2 x 2
 _SIZE_4 = (48, 80)
 
@@ -43,7 +29,7 @@ def _cogview3() -> Any:
         vae=vaes.kl(_LATENTS, levels=4),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        transformer=loud(CogView3PlusTransformer2DModel(**_SIZES)),
+        transformer=loud(MODELS["cogview3_plus"].make(text_embed_dim=16)),
     )
 
 
@@ -60,7 +46,7 @@ def _cogview4() -> Any:
         vae=vaes.kl(_LATENTS, levels=4),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        transformer=loud(CogView4Transformer2DModel(**_SIZES)),
+        transformer=loud(MODELS["cogview4"].make(text_embed_dim=16)),
     )
 
 

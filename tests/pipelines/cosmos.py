@@ -12,13 +12,13 @@ from diffusers import (
     Cosmos2TextToImagePipeline,
     Cosmos2VideoToWorldPipeline,
     CosmosTextToWorldPipeline,
-    CosmosTransformer3DModel,
     CosmosVideoToWorldPipeline,
     EDMEulerScheduler,
     FlowMatchEulerDiscreteScheduler,
     ModelMixin,
 )
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image, video
 from tests.pipelines.text.qwen import qwen25_vl
@@ -42,24 +42,7 @@ class Unguarded(ModelMixin, ConfigMixin):
 
 
 def _components(**config: Any) -> dict[str, Any]:
-    transformer = CosmosTransformer3DModel(
-        **{
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 4,
-            "attention_head_dim": 12,
-            "num_layers": 2,
-            "mlp_ratio": 2,
-            "text_embed_dim": 16,
-            "adaln_lora_dim": 4,
-            "max_size": (5, 8, 16),
-            "patch_size": (1, 2, 2),
-            "rope_scale": (2.0, 1.0, 1.0),
-            "concat_padding_mask": False,
-            "extra_pos_embed_type": None,
-            **config,
-        }
-    )
+    transformer = MODELS["cosmos"].make(**{"extra_pos_embed_type": None, **config})
     tokenizer, text_encoder = t5()
     return {
         "transformer": no_zeros(transformer.eval()),

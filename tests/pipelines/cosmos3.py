@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import Cosmos3OmniPipeline, Cosmos3OmniTransformer
+from diffusers import Cosmos3OmniPipeline
 
 from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
@@ -16,9 +16,7 @@ from tests.pipelines.wan import unipc
 
 def _cosmos3() -> Cosmos3OmniPipeline:
     tokenizer = qwen_tokenizer()
-    transformer = Cosmos3OmniTransformer(
-        **{**MODELS["cosmos3"].config, "latent_channel": 4, "patch_latent_dim": 16, "vocab_size": len(tokenizer)}
-    )
+    transformer = MODELS["cosmos3"].make(latent_channel=4, patch_latent_dim=16, vocab_size=len(tokenizer))
     return Cosmos3OmniPipeline(
         transformer=no_zeros(transformer.eval()),
         text_tokenizer=tokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import EasyAnimatePipeline, EasyAnimateTransformer3DModel, FlowMatchEulerDiscreteScheduler
+from diffusers import EasyAnimatePipeline, FlowMatchEulerDiscreteScheduler
 
 from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
@@ -17,7 +17,7 @@ def _easyanimate() -> EasyAnimatePipeline:
     tokenizer, text_encoder = qwen25_vl(layers=3)
     torch.nn.init.normal_(text_encoder.get_input_embeddings().weight)  # so that words differ much
     return EasyAnimatePipeline(
-        transformer=no_zeros(EasyAnimateTransformer3DModel(**MODELS["easyanimate"].config).eval()),
+        transformer=no_zeros(MODELS["easyanimate"].make().eval()),
         vae=vaes_video.magvit(),
         scheduler=FlowMatchEulerDiscreteScheduler(),
         tokenizer=tokenizer,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel
+from diffusers import ErnieImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, FlowMatchScheduler, asked, loud
 from tests.pipelines.text.mistral import mistral3
@@ -17,17 +18,7 @@ _SIZE = (48, 80)  # 3 x 5 tokens: the pipeline takes the autoencoder to make ima
 
 def _make() -> Any:
     tokenizer, text_encoder = mistral3(hidden=16, causal_lm=False)
-    transformer = ErnieImageTransformer2DModel(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_layers=2,
-        ffn_hidden_size=32,
-        in_channels=4 * _LATENTS,
-        out_channels=4 * _LATENTS,
-        patch_size=1,
-        text_in_dim=16,
-        rope_axes_dim=(4, 2, 2),
-    )
+    transformer = MODELS["ernie_image"].make(in_channels=4 * _LATENTS, out_channels=4 * _LATENTS)
     return ErnieImagePipeline(
         scheduler=FlowMatchScheduler(),
         vae=vaes.flux2(_LATENTS),

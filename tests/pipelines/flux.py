@@ -12,9 +12,9 @@ from diffusers import (
     FluxInpaintPipeline,
     FluxKontextPipeline,
     FluxPipeline,
-    FluxTransformer2DModel,
 )
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, mask, picture, quiet
 from tests.pipelines.text.clip import clip
@@ -51,7 +51,7 @@ def _make(pipeline: type, *, controlnets: int = 0, **sizes: Any) -> Any:
         tokenizer=tokenizer,
         text_encoder_2=text_encoder_2,
         tokenizer_2=tokenizer_2,
-        transformer=no_zeros(FluxTransformer2DModel(**{**_SIZES, **sizes})).eval(),
+        transformer=no_zeros(MODELS["flux"].make(**{"in_channels": 4 * _LATENTS, **sizes})).eval(),
         **others,
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import asked, flow_match, loud, picture
 from tests.pipelines.text.mistral import mistral3
@@ -22,18 +23,7 @@ _TEXT = 3 * 16  # of three layers of the encoder: the pipelines take them from t
 def _make(pipeline: type) -> Any:
     klein = pipeline is not Flux2Pipeline
     tokenizer, text_encoder = qwen3(hidden=16, layers=27, causal_lm=True) if klein else mistral3(hidden=16, layers=30)
-    transformer = Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=4 * _LATENTS,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=_TEXT,
-        timestep_guidance_channels=256,
-        axes_dims_rope=[4, 4, 4, 4],
-        guidance_embeds=not klein,
-    )
+    transformer = MODELS["flux2"].make(in_channels=4 * _LATENTS, joint_attention_dim=_TEXT, guidance_embeds=not klein)
     return pipeline(
         scheduler=flow_match(),
         vae=vaes.flux2(_LATENTS),

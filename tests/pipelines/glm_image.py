@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import GlmImagePipeline, GlmImageTransformer2DModel
+from diffusers import GlmImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import asked, flow_match, loud
 from tests.pipelines.text.byt5 import byt5
@@ -19,18 +20,7 @@ _CODES = 64
 
 def _make() -> Any:
     tokenizer, text_encoder = byt5(width=16)
-    transformer = GlmImageTransformer2DModel(
-        patch_size=2,
-        in_channels=_LATENTS,
-        out_channels=_LATENTS,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        text_embed_dim=16,
-        time_embed_dim=16,
-        condition_dim=8,
-        prior_vq_quantizer_codebook_size=_CODES,
-    )
+    transformer = MODELS["glm_image"].make()
     return GlmImagePipeline(
         scheduler=flow_match(),
         vae=vaes.kl(_LATENTS, levels=4),

@@ -11,7 +11,6 @@ from diffusers import (
     HeliosPipeline,
     HeliosPyramidPipeline,
     HeliosScheduler,
-    HeliosTransformer3DModel,
 )
 
 from tests.models import TINY as MODELS
@@ -28,7 +27,7 @@ def _scheduler(kind: type[Any], **config: Any) -> Any:
 
 def _helios() -> HeliosPipeline:
     return HeliosPipeline(
-        transformer=no_zeros(HeliosTransformer3DModel(**MODELS["helios"].config).eval()),
+        transformer=no_zeros(MODELS["helios"].make().eval()),
         scheduler=_scheduler(HeliosScheduler, stages=1, stage_range=[0, 1], use_dynamic_shifting=True),
         **common(),
     )
@@ -40,7 +39,7 @@ _GAMMA = 0.3
 
 def _pyramid(kind: type[Any] = HeliosScheduler, *, is_distilled: bool = False) -> HeliosPyramidPipeline:
     return HeliosPyramidPipeline(
-        transformer=no_zeros(HeliosTransformer3DModel(**MODELS["helios"].config).eval()),
+        transformer=no_zeros(MODELS["helios"].make().eval()),
         scheduler=_scheduler(kind, use_dynamic_shifting=True, gamma=_GAMMA),
         is_distilled=is_distilled,
         **common(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
+from diffusers import HiDreamImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.clip import clip
@@ -23,21 +24,8 @@ def _make() -> Any:
     tokenizer_3, text_encoder_3 = t5(width=16)
     tokenizer_4, text_encoder_4 = llama(width=16, layers=2, causal_lm=True)
     text_encoder_4.set_attn_implementation("eager")  # the pipeline asks for its attention too
-    transformer = HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=_LATENTS,
-        out_channels=_LATENTS,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_channels=[16, 16],
-        text_emb_dim=16,
-        num_routed_experts=3,
-        num_activated_experts=2,
-        axes_dims_rope=(4, 2, 2),
-        max_resolution=(10, 10),
-        llama_layers=(0, 1, 1, 0),
+    transformer = MODELS["hidream"].make(
+        caption_channels=[16, 16], text_emb_dim=16, max_resolution=(10, 10), llama_layers=(0, 1, 1, 0)
     )
     pipe = HiDreamImagePipeline(
         scheduler=flow_match(shift=3.0),

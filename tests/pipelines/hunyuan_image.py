@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import AdaptiveProjectedMixGuidance, HunyuanImagePipeline, HunyuanImageTransformer2DModel
+from diffusers import AdaptiveProjectedMixGuidance, HunyuanImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, PROMPT, asked, flow_match, loud
 from tests.pipelines.text.byt5 import byt5
@@ -24,22 +25,7 @@ def _make(*, distilled: bool = False) -> Any:
     if not distilled:
         guiders["guider"] = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=0)
         guiders["ocr_guider"] = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1)
-    transformer = HunyuanImageTransformer2DModel(
-        in_channels=_LATENTS,
-        out_channels=_LATENTS,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=2,
-        num_single_layers=2,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        patch_size=(1, 1),
-        text_embed_dim=16,
-        text_embed_2_dim=8,
-        rope_axes_dim=(4, 4),
-        guidance_embeds=distilled,
-        use_meanflow=distilled,
-    )
+    transformer = MODELS["hunyuan_image"].make(guidance_embeds=distilled, use_meanflow=distilled)
     pipe = HunyuanImagePipeline(
         scheduler=flow_match(shift=5.0),
         vae=vaes.hunyuan_image(_LATENTS),

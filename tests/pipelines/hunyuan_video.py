@@ -9,12 +9,9 @@ from diffusers import (
     HunyuanSkyreelsImageToVideoPipeline,
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
     HunyuanVideoFramepackPipeline,
-    HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
-    HunyuanVideoTransformer3DModel,
 )
 from diffusers.guiders import ClassifierFreeGuidance
 from transformers import ByT5Tokenizer, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
@@ -45,7 +42,7 @@ def _text() -> dict[str, Any]:
 
 
 def _video() -> HunyuanVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(**{**MODELS["hunyuan_video"].config, "patch_size": 2})
+    transformer = MODELS["hunyuan_video"].make(patch_size=2)
     return HunyuanVideoPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -74,7 +71,7 @@ def _true_cfg_inputs() -> dict[str, Any]:
 
 
 def _image_to_video(**config: Any) -> HunyuanVideoImageToVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(**{**MODELS["hunyuan_video"].config, "patch_size": 2, **config})
+    transformer = MODELS["hunyuan_video"].make(**{"patch_size": 2, **config})
     components = _text()
     components["tokenizer"], components["text_encoder"], images = llava()
     return HunyuanVideoImageToVideoPipeline(
@@ -99,9 +96,7 @@ def _image_to_video_inputs() -> dict[str, Any]:
 
 
 def _skyreels_image_to_video() -> HunyuanSkyreelsImageToVideoPipeline:
-    transformer = HunyuanVideoTransformer3DModel(
-        **{**MODELS["hunyuan_video"].config, "patch_size": 2, "in_channels": 8}
-    )
+    transformer = MODELS["hunyuan_video"].make(in_channels=8, patch_size=2)
     return HunyuanSkyreelsImageToVideoPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -125,7 +120,7 @@ def _siglip() -> dict[str, Any]:
 
 
 def _framepack() -> HunyuanVideoFramepackPipeline:
-    transformer = HunyuanVideoFramepackTransformer3DModel(**MODELS["framepack"].config)
+    transformer = MODELS["framepack"].make()
     return HunyuanVideoFramepackPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),
@@ -146,9 +141,7 @@ def _framepack_inputs() -> dict[str, Any]:
 
 
 def _video15_of(kind: type, **components: Any) -> Any:
-    transformer = HunyuanVideo15Transformer3DModel(
-        **{**MODELS["hunyuan_video15"].config, "in_channels": 9, "target_size": 16, "image_embed_dim": 16}
-    )
+    transformer = MODELS["hunyuan_video15"].make(in_channels=9, image_embed_dim=16, target_size=16)
     tokenizer, model = qwen25_vl(layers=3)
     _, text_encoder_2 = t5(width=8, vocabulary=384)
     pipe = kind(

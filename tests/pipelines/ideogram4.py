@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
+from diffusers import Ideogram4Pipeline
 from torch import nn
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import asked, flow_match, loud
 from tests.pipelines.text.qwen import qwen3_vl
@@ -18,17 +19,7 @@ _LAYERS, _WIDTH, _TAPPED = 36, 8, 13  # of the text encoder: the pipeline's laye
 
 
 def _transformer() -> nn.Module:
-    model = Ideogram4Transformer2DModel(
-        in_channels=4 * _LATENTS,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        intermediate_size=32,
-        adaln_dim=16,
-        llm_features_dim=_WIDTH * _TAPPED,
-        rope_theta=10000,
-        mrope_section=(2, 1, 1),
-    )
+    model = MODELS["ideogram4"].make(llm_features_dim=_WIDTH * _TAPPED)
     return loud(model)
 
 

@@ -8,9 +8,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Kandinsky5I2VPipeline,
     Kandinsky5T2VPipeline,
-    Kandinsky5Transformer3DModel,
     Kandinsky6TI2VAPipeline,
-    Kandinsky6Transformer3DModel,
 )
 
 from tests.models import TINY as MODELS
@@ -27,7 +25,7 @@ def _kandinsky(kind: type, **config: Any) -> Any:
     tokenizer, text_encoder = qwen25_vl()
     tokenizer_2, text_encoder_2 = clip(hidden=8)
     pipe = kind(
-        transformer=no_zeros(Kandinsky5Transformer3DModel(**{**MODELS["kandinsky5"].config, **config}).eval()),
+        transformer=no_zeros(MODELS["kandinsky5"].make(**config).eval()),
         vae=vaes_video.hunyuan_video(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         tokenizer=qwen2_vl_processor(tokenizer),
@@ -52,9 +50,7 @@ def _image_to_video() -> Kandinsky5I2VPipeline:
 def _kandinsky6() -> Kandinsky6TI2VAPipeline:
     tokenizer, text_encoder = qwen25_vl()
     tokenizer_2, text_encoder_2 = clip(hidden=8)
-    transformer = Kandinsky6Transformer3DModel(
-        **{**MODELS["kandinsky6"].config, "visual_cond": True, "visual_token_type_num_embeddings": 2}
-    )
+    transformer = MODELS["kandinsky6"].make(visual_cond=True, visual_token_type_num_embeddings=2)
     return Kandinsky6TI2VAPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),

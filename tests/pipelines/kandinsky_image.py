@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5Transformer3DModel
+from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, picture
 from tests.pipelines.text.clip import clip
@@ -19,19 +20,7 @@ _SIZE = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and 
 def _make(pipeline: type) -> Any:
     tokenizer, text_encoder = qwen25_vl(hidden=16)
     tokenizer_2, text_encoder_2 = clip(hidden=8, heads=2)
-    transformer = Kandinsky5Transformer3DModel(
-        in_visual_dim=_LATENTS,
-        out_visual_dim=_LATENTS,
-        in_text_dim=16,
-        in_text_dim2=8,
-        time_dim=16,
-        model_dim=32,
-        ff_dim=32,
-        num_text_blocks=1,
-        num_visual_blocks=2,
-        axes_dims=(2, 2, 4),
-        visual_cond=pipeline is Kandinsky5I2IPipeline,
-    )
+    transformer = MODELS["kandinsky5"].make(visual_cond=pipeline is Kandinsky5I2IPipeline)
     pipe = pipeline(
         scheduler=flow_match(shift=3.0),
         vae=vaes.kl(_LATENTS, levels=4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import DDIMScheduler, LattePipeline, LatteTransformer3DModel
+from diffusers import DDIMScheduler, LattePipeline
 
 from tests.models import TINY as MODELS
 from tests.pipelines import vaes
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _latte() -> LattePipeline:
     tokenizer, text_encoder = t5(width=8)
     return LattePipeline(
-        transformer=no_zeros(LatteTransformer3DModel(**MODELS["latte"].config).eval()),
+        transformer=no_zeros(MODELS["latte"].make().eval()),
         vae=vaes.kl(levels=4),
         scheduler=DDIMScheduler(),
         tokenizer=tokenizer,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import LongCatImageEditPipeline, LongCatImagePipeline, LongCatImageTransformer2DModel
+from diffusers import LongCatImageEditPipeline, LongCatImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, picture
 from tests.pipelines.text.qwen import qwen2_vl_processor, qwen25_vl
@@ -18,15 +19,8 @@ _SIZE = (12, 20)  # 3 x 5 tokens: the autoencoder halves both, and the transform
 def _make(pipeline: type) -> Any:
     edit = pipeline is LongCatImageEditPipeline
     tokenizer, text_encoder = qwen25_vl(hidden=16)
-    transformer = LongCatImageTransformer2DModel(
-        in_channels=4 * _LATENTS,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=[4, 4, 8],
+    transformer = MODELS["longcat_image"].make(
+        in_channels=4 * _LATENTS, joint_attention_dim=16, pooled_projection_dim=16
     )
     pipe = pipeline(
         scheduler=flow_match(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import LongCatAudioDiTPipeline, LongCatAudioDiTTransformer
+from diffusers import LongCatAudioDiTPipeline
 
 from tests.models import TINY as MODELS
 from tests.pipelines import vaes_audio
@@ -15,7 +15,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _longcat() -> LongCatAudioDiTPipeline:
     tokenizer, text_encoder = umt5()
     return LongCatAudioDiTPipeline(
-        transformer=no_zeros(LongCatAudioDiTTransformer(**MODELS["longcat_audio"].config).eval()),
+        transformer=no_zeros(MODELS["longcat_audio"].make().eval()),
         vae=vaes_audio.longcat(),
         tokenizer=tokenizer,
         text_encoder=text_encoder,

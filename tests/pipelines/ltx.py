@@ -11,7 +11,6 @@ from diffusers import (
     LTXI2VLongMultiPromptPipeline,
     LTXImageToVideoPipeline,
     LTXPipeline,
-    LTXVideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
@@ -25,7 +24,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 def _components(**scheduler: Any) -> dict[str, Any]:
     tokenizer, text_encoder = t5()
     return {
-        "transformer": no_zeros(LTXVideoTransformer3DModel(**MODELS["ltx"].config).eval()),
+        "transformer": no_zeros(MODELS["ltx"].make().eval()),
         "vae": vaes_video.ltx(),
         "scheduler": FlowMatchEulerDiscreteScheduler(**scheduler),
         "tokenizer": tokenizer,

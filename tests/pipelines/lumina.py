@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel, LuminaNextDiT2DModel, LuminaPipeline
+from diffusers import Lumina2Pipeline, LuminaPipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.gemma import gemma2
@@ -18,20 +19,7 @@ _SIZE = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and 
 
 def _make() -> Any:
     tokenizer, text_encoder = gemma2(hidden=16)
-    transformer = Lumina2Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=_LATENTS,
-        hidden_size=32,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
-        axes_dim_rope=(4, 2, 2),
-        axes_lens=(128, 16, 16),
-        cap_feat_dim=16,
-    )
+    transformer = MODELS["lumina2"].make(multiple_of=16, axes_lens=(128, 16, 16))
     return Lumina2Pipeline(
         scheduler=flow_match(shift=6.0),
         vae=vaes.kl(_LATENTS, levels=4),
@@ -47,17 +35,7 @@ def _inputs() -> dict[str, Any]:
 
 def _next() -> Any:
     tokenizer, text_encoder = gemma2(hidden=16)
-    transformer = LuminaNextDiT2DModel(
-        sample_size=4,  # a training with 4 tokens
-        patch_size=2,
-        in_channels=_LATENTS,
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
-        cross_attention_dim=16,
-    )
+    transformer = MODELS["lumina_next"].make(sample_size=4)
     torch.nn.init.normal_(transformer.pad_token)  # left uninitialised
     return LuminaPipeline(
         scheduler=flow_match(),

@@ -9,7 +9,6 @@ from diffusers import (
     AutoencoderKLMiniMaxH3Audio,
     MiniMaxH3ModularPipeline,
     MiniMaxH3Scheduler,
-    MiniMaxH3Transformer3DModel,
 )
 from transformers import LlavaProcessor, Qwen2VLImageProcessorPil
 
@@ -66,7 +65,7 @@ def _h3() -> Any:
     tokenizer, text_encoder = qwen3_vl(hidden=8, layers=_LAYERS, heads=1)
     pipe = MiniMaxH3ModularPipeline()
     pipe.update_components(
-        transformer=no_zeros(MiniMaxH3Transformer3DModel(**MODELS["minimax_h3"].config).eval()),
+        transformer=no_zeros(MODELS["minimax_h3"].make().eval()),
         vae=_vae(),
         audio_vae=_audio_vae(),
         scheduler=MiniMaxH3Scheduler(shift=12.0),

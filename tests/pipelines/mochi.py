@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import FlowMatchEulerDiscreteScheduler, MochiPipeline, MochiTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, MochiPipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.text.t5 import t5
 from tests.pipelines.tiny import TinyPipe, no_zeros
 
 
 def _mochi() -> MochiPipeline:
-    transformer = MochiTransformer3DModel(
-        patch_size=2,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=3,
-        pooled_projection_dim=16,
-        in_channels=12,
-        text_embed_dim=16,
-        time_embed_dim=4,
-        max_sequence_length=24,
-    )
+    transformer = MODELS["mochi"].make(in_channels=12, max_sequence_length=24)
     tokenizer, text_encoder = t5()
     return MochiPipeline(
         transformer=no_zeros(transformer.eval()),

@@ -8,7 +8,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     MotifVideoImage2VideoPipeline,
     MotifVideoPipeline,
-    MotifVideoTransformer3DModel,
 )
 from diffusers.guiders import AdaptiveProjectedGuidance, BaseGuidance, ClassifierFreeGuidance
 from transformers import SiglipImageProcessor, SiglipVisionConfig
@@ -46,7 +45,7 @@ def _text_encoder(size: int) -> T5Gemma2Encoder:
 
 
 def _components(guider: BaseGuidance) -> dict[str, Any]:
-    transformer = MotifVideoTransformer3DModel(**{**MODELS["motif_video"].config, "in_channels": 9, "patch_size": 2})
+    transformer = MODELS["motif_video"].make(in_channels=9, patch_size=2)
     words = tokenizer()
     return {
         "transformer": no_zeros(transformer.eval()),

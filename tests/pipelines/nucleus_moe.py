@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import NucleusMoEImagePipeline, NucleusMoEImageTransformer2DModel
+from diffusers import NucleusMoEImagePipeline
 from torch import nn
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
@@ -18,21 +19,7 @@ _SIZE = (24, 40)  # 3 x 5 tokens: the autoencoder makes it 4 times smaller, and 
 
 def _make() -> Any:
     tokenizer, text_encoder = qwen3_vl(hidden=16)
-    transformer = NucleusMoEImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * _LATENTS,
-        out_channels=_LATENTS,
-        num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-        num_experts=4,
-        moe_intermediate_dim=16,
-        capacity_factors=1.5,
-        dense_moe_strategy="leave_first_block_dense",
-    )
+    transformer = MODELS["nucleus_moe"].make()
     for name, parameter in transformer.named_parameters():
         if ".experts." in name:  # the class leaves them as the memory was
             nn.init.normal_(parameter, std=0.2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, OmniGenPipeline, OmniGenTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, OmniGenPipeline
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from PIL import Image
 from torch import Tensor
@@ -47,7 +47,7 @@ def _omnigen() -> OmniGenPipeline:
     processor_omnigen.transforms = _TRANSFORMS
     pipeline_omnigen.OmniGenMultiModalProcessor = processor_omnigen.OmniGenMultiModalProcessor
     return OmniGenPipeline(
-        transformer=loud(OmniGenTransformer2DModel(**{**MODELS["omnigen"].config, "vocab_size": len(words)})),
+        transformer=loud(MODELS["omnigen"].make(vocab_size=len(words))),
         vae=vaes.kl(levels=4),
         scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         tokenizer=words,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
+from diffusers import OvisImagePipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
 from tests.pipelines.text.qwen import qwen3
@@ -17,16 +18,7 @@ _SIZE = (12, 20)  # 3 x 5 tokens: the autoencoder halves both, and the transform
 
 def _make() -> Any:
     tokenizer, text_encoder = qwen3(hidden=16)
-    transformer = OvisImageTransformer2DModel(
-        in_channels=4 * _LATENTS,
-        out_channels=4 * _LATENTS,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=16,
-        axes_dims_rope=(4, 4, 8),
-    )
+    transformer = MODELS["ovis_image"].make(in_channels=4 * _LATENTS, out_channels=4 * _LATENTS, joint_attention_dim=16)
     return OvisImagePipeline(
         scheduler=flow_match(),
         vae=vaes.kl(_LATENTS, levels=2),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import PRXPipeline, PRXTransformer2DModel
+from diffusers import PRXPipeline
 from transformers import T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import asked, flow_match, loud, quiet
 from tests.pipelines.text.gemma import gemma_tokenizer
@@ -33,16 +34,7 @@ def _make() -> Any:
             dropout_rate=0.0,
         )
     )
-    transformer = PRXTransformer2DModel(
-        in_channels=_LATENTS,
-        patch_size=2,
-        context_in_dim=_WIDTH,
-        hidden_size=32,
-        mlp_ratio=2.0,
-        num_heads=4,
-        depth=2,
-        axes_dim=[4, 4],
-    )
+    transformer = MODELS["prx"].make()
     with quiet():
         return PRXPipeline(
             scheduler=flow_match(shift=3.0),

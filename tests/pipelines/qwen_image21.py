@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
+from diffusers import QwenImage21Pipeline
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, picture
 from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
@@ -17,15 +18,7 @@ _SIZE = (96, 160)  # 6 x 10 tokens: the autoencoder makes it 16 times smaller, a
 
 def _make() -> Any:
     tokenizer, text_encoder = qwen3_vl(hidden=16)
-    transformer = QwenImage21Transformer2DModel(
-        in_channels=_LATENTS,
-        out_channels=_LATENTS,
-        num_layers=2,
-        attention_head_dim=12,
-        num_attention_heads=4,
-        context_in_dim=16,
-        axes_dims_rope=(4, 4, 4),
-    )
+    transformer = MODELS["qwen_image21"].make()
     return QwenImage21Pipeline(
         scheduler=flow_match(),
         vae=vaes.qwen_image21(_LATENTS),

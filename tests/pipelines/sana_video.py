@@ -9,10 +9,9 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     SanaImageToVideoPipeline,
     SanaVideoPipeline,
-    SanaVideoTransformer3DModel,
 )
 
-from tests.models.pictures import SANA
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image
 from tests.pipelines.text.gemma import gemma2
@@ -21,15 +20,7 @@ from tests.pipelines.wan import unipc
 
 
 def _components() -> dict[str, Any]:
-    transformer = SanaVideoTransformer3DModel(
-        **SANA,
-        attention_head_dim=12,
-        cross_attention_head_dim=12,
-        cross_attention_dim=48,
-        sample_size=6,
-        patch_size=(1, 4, 4),
-        rope_max_seq_len=32,
-    )
+    transformer = MODELS["sana_video"].make(patch_size=(1, 4, 4))
     tokenizer, text_encoder = gemma2(hidden=8)
     torch.nn.init.normal_(text_encoder.get_input_embeddings().weight)  # so that words differ much
     return {

@@ -9,17 +9,16 @@ from diffusers import (
     SkyReelsV2DiffusionForcingPipeline,
     SkyReelsV2ImageToVideoPipeline,
     SkyReelsV2Pipeline,
-    SkyReelsV2Transformer3DModel,
 )
 
-from tests.models.wan import WAN
+from tests.models import TINY as MODELS
 from tests.pipelines.media import image, prompt_embeds
 from tests.pipelines.tiny import TinyPipe, no_zeros
 from tests.pipelines.wan import SIZE, STEPS, clip_vision, common, unipc
 
 
 def _components(**config: Any) -> dict[str, Any]:
-    transformer = SkyReelsV2Transformer3DModel(**{**WAN, **config})
+    transformer = MODELS["skyreels"].make(**config)
     return {"transformer": no_zeros(transformer.eval()), "scheduler": unipc(), **common()}
 
 

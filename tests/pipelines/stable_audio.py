@@ -7,9 +7,7 @@ from typing import Any
 from diffusers import (
     EDMDPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
-    StableAudio3DiTModel,
     StableAudio3Pipeline,
-    StableAudioDiTModel,
     StableAudioPipeline,
 )
 from diffusers.pipelines.stable_audio import StableAudioProjectionModel
@@ -24,9 +22,7 @@ from tests.pipelines.tiny import TinyPipe, no_zeros
 
 def _first() -> StableAudioPipeline:
     words, text_encoder = t5(max_length=24)
-    transformer = StableAudioDiTModel(
-        **{**MODELS["stable_audio"].config, "sample_size": 18, "global_states_input_dim": 32}
-    )
+    transformer = MODELS["stable_audio"].make(global_states_input_dim=32, sample_size=18)
     projection = StableAudioProjectionModel(text_encoder_dim=16, conditioning_dim=16, min_value=0, max_value=32)
     return StableAudioPipeline(
         transformer=no_zeros(transformer.eval()),
@@ -66,7 +62,7 @@ def _third() -> StableAudio3Pipeline:
         initializer_range=0.2,
     )
     config = T5GemmaConfig(encoder=module.to_dict(), decoder=module.to_dict(), is_encoder_decoder=False)
-    transformer = StableAudio3DiTModel(**{**MODELS["stable_audio3"].config, "global_cond_dim": 16})
+    transformer = MODELS["stable_audio3"].make(global_cond_dim=16)
     return StableAudio3Pipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_audio.same(),

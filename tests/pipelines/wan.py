@@ -9,17 +9,15 @@ from diffusers import (
     LucyEditPipeline,
     UniPCMultistepScheduler,
     WanAnimatePipeline,
-    WanAnimateTransformer3DModel,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
     WanVACEPipeline,
-    WanVACETransformer3DModel,
     WanVideoToVideoPipeline,
 )
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
-from tests.models.wan import WAN
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes_video
 from tests.pipelines.media import image, prompt_embeds, video
 from tests.pipelines.text.t5 import umt5
@@ -45,7 +43,7 @@ def common() -> dict[str, Any]:
 
 
 def transformer(**config: Any) -> WanTransformer3DModel:
-    return no_zeros(WanTransformer3DModel(**{**WAN, **config}).eval())
+    return no_zeros(MODELS["wan"].make(**config).eval())
 
 
 def clip_vision(image_size: int = 8) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def _video_to_video_inputs() -> dict[str, Any]:
 
 
 def _vace() -> WanVACEPipeline:
-    control = WanVACETransformer3DModel(**{**WAN, "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 72})
+    control = MODELS["wan_vace"].make(vace_in_channels=72)
     return WanVACEPipeline(transformer=no_zeros(control.eval()), scheduler=_euler(), **common())
 
 
@@ -155,23 +153,7 @@ def _vace_inputs() -> dict[str, Any]:
 
 
 def _animate() -> WanAnimatePipeline:
-    animated = WanAnimateTransformer3DModel(
-        **{
-            **WAN,
-            "in_channels": 12,
-            "latent_channels": 4,
-            "motion_encoder_channel_sizes": {"4": 8, "8": 8},
-            "motion_encoder_size": 8,
-            "motion_style_dim": 8,
-            "motion_dim": 4,
-            "motion_encoder_dim": 16,
-            "face_encoder_hidden_dim": 16,
-            "face_encoder_num_heads": 2,
-            "inject_face_latents_blocks": 1,
-            "image_dim": 16,
-            "added_kv_proj_dim": 48,
-        }
-    )
+    animated = MODELS["wan_animate_image"].make(motion_encoder_batch_size=8)
     return WanAnimatePipeline(transformer=no_zeros(animated.eval()), scheduler=unipc(), **clip_vision(), **common())
 
 

@@ -9,10 +9,10 @@ from diffusers import (
     ZImageControlNetPipeline,
     ZImageImg2ImgPipeline,
     ZImagePipeline,
-    ZImageTransformer2DModel,
 )
 from torch import nn
 
+from tests.models import TINY as MODELS
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, picture
 from tests.pipelines.text.qwen import qwen3
@@ -24,17 +24,7 @@ _SIZE = (20, 28)  # 5 x 7 tokens (which the class pads to 64): the autoencoder h
 
 def _make(pipeline: type, refiner: str | None = None) -> Any:
     tokenizer, text_encoder = qwen3(hidden=16)
-    transformer = ZImageTransformer2DModel(
-        in_channels=_LATENTS,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=4,
-        n_kv_heads=4,
-        cap_feat_dim=16,
-        axes_dims=[4, 2, 2],
-        axes_lens=[128, 32, 32],
-    )
+    transformer = MODELS["z_image"].make()
     for token in (transformer.x_pad_token, transformer.cap_pad_token):  # diffusers leaves them as memory was
         nn.init.normal_(token, std=0.02)
     others = {}
