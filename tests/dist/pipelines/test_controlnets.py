@@ -34,12 +34,12 @@ def _latents(pipe: Any, name: str) -> Tensor:
 
 
 def _shared(
-    rank: int, world: int, name: str, mode: str, cfg: int, shard: tuple[str, ...]
+    rank: int, world: int, name: str, mode: str, cfg: int, settings: dict[str, Any]
 ) -> list[tuple[float, list[int]]]:
     """For each of two calls: the error, and the image tokens in the blocks of this rank's ControlNets."""
     pipe = _pipe(name)
     alone = of_first_rank(lambda: _latents(pipe, name))
-    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, shard=shard)
+    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, **settings)
     counts: list[int] = []
 
     def count(block: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -57,13 +57,18 @@ def _shared(
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "mode", "cfg", "shard"),
+    ("world", "name", "mode", "cfg", "settings"),
     [
-        (3, "flux_controlnet", "ulysses", 1, ()),
-        pytest.param(4, "flux_controlnet", "ring", 2, (), marks=pytest.mark.full),
-        pytest.param(4, "flux_two_controlnets", "ulysses", 2, (), marks=pytest.mark.full),
-        pytest.param(4, "flux_controlnet", "ring", 2, ("controlnet", "transformer"), marks=pytest.mark.full),
-        pytest.param(3, "flux_two_controlnets", "ring", 1, ("controlnet",), marks=pytest.mark.full),
+        (3, "flux_controlnet", "ulysses", 1, {"shares": (1, 3, 2)}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (4, "flux_two_controlnets", "ulysses", 2, {}),
+                (4, "flux_controlnet", "ring", 2, {"shard": ("controlnet", "transformer")}),
+                (4, "flux_controlnet", "ring", 2, {"shares": (2, 1)}),
+                (4, "flux_two_controlnets", "unified", 1, {"shares": (4, 1, 2, 1)}),
+            ]
+        ),
     ],
 )
 def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
@@ -72,9 +77,13 @@ def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
     name: str,
     mode: str,
     cfg: int,
-    shard: tuple[str, ...],
+    settings: dict[str, Any],
 ) -> None:
-    by_rank = run_ranks(world, _shared, name, mode, cfg, shard)
+    by_rank = run_ranks(world, _shared, name, mode, cfg, settings)
+    shares = settings.get("shares", (1,))
+    for rank, trials in enumerate(by_rank):
+        expected = _TOKENS * shares[rank % len(shares)] * len(shares) / (sum(shares) * world)
+        assert all(abs(n - expected) <= 1 for _, counts in trials for n in counts), "tokens by shares"
     for trials in zip(*by_rank, strict=True):
         for error, _ in trials:
             assert error <= 1e-5
@@ -82,41 +91,6 @@ def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
         calls = list(zip(*(counts for _, counts in trials), strict=True))
         assert calls
         assert {sum(counts) for counts in calls} == {_TOKENS}, "each token once, over all branches of guidance"
-
-
-def _with_shares(rank: int, world: int, name: str, mode: str, cfg: int, shares: tuple[int, ...]) -> Any:
-    """The error, and the image tokens in the blocks of this rank's ControlNets."""
-    pipe = _pipe(name)
-    alone = _latents(pipe, name)
-    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, shares=shares)
-    nets, counts = getattr(pipe.controlnet, "nets", [pipe.controlnet]), list[int]()
-    for net in nets:
-        net.transformer_blocks[-1].register_forward_hook(lambda _, args, output: counts.append(output[1].shape[1]))
-    latents = _latents(pipe, name)
-    return float((latents - alone).abs().max() / alone.abs().max()), counts
-
-
-@pytest.mark.parametrize(
-    ("world", "name", "mode", "cfg", "shares"),
-    [
-        (3, "flux_controlnet", "ulysses", 1, (1, 3, 2)),
-        pytest.param(3, "flux_controlnet", "ring", 1, (4, 1, 1), marks=pytest.mark.full),
-        pytest.param(4, "flux_controlnet", "ring", 2, (2, 1), marks=pytest.mark.full),
-        pytest.param(4, "flux_two_controlnets", "unified", 1, (4, 1, 2, 1), marks=pytest.mark.full),
-    ],
-)
-def test_tokens_of_controlnets_follow_the_shares(
-    run_ranks: RankPool, world: int, name: str, mode: str, cfg: int, shares: tuple[int, ...]
-) -> None:
-    by_rank = run_ranks(world, _with_shares, name, mode, cfg, shares)
-    for rank, (error, counts) in enumerate(by_rank):
-        assert error <= 1e-5
-        features.compared("ControlNets", error)
-        expected = _TOKENS * shares[rank % len(shares)] / (sum(shares) * cfg)
-        assert counts
-        assert all(abs(n - expected) <= 1 for n in counts), "tokens by shares"
-    for calls in zip(*(counts for _, counts in by_rank), strict=True):
-        assert sum(calls) == _TOKENS
 
 
 def _failed(rank: int, world: int) -> tuple[str, float]:

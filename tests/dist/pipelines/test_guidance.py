@@ -82,10 +82,6 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
                     mask = torch.tensor([[[0.0], [2.0]]])
                     out = 1 - (0.5 + out[:, :2] * mask - mask) / 2
                     mask.fill_(99)
-                if how == "read":
-                    out = out.abs()
-                if how == "printed":
-                    assert str(float(step + branch)) in repr(out).replace(".,", ".0,")
                 if how == "numpy":
                     out = torch.from_numpy(np.asarray(out) + out.numpy()) + torch.tensor(out.tolist())
                 outs.append(out)
@@ -93,16 +89,10 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
     return found, model.calls, calls.shared
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("untouched", "views", "copies", "arithmetic", "numpy"),
-        *(pytest.param(how, marks=pytest.mark.full) for how in ("read", "printed")),
-    ],
-)
-def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, world: int) -> None:
-    if how in ("read", "printed", "numpy"):
+@pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "numpy"])
+def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str) -> None:
+    world = 3
+    if how == "numpy":
         with pytest.raises(
             AssertionError, match=r"computes one branch at a time.*needs one branch to compute the next"
         ):
@@ -202,7 +192,7 @@ def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: in
 
 @pytest.mark.parametrize(
     ("ring", "ulysses", "cfg", "rows"),
-    [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4), (1, 1, 4, 6), (3, 1, 1, 2)],
+    [(2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4)],
 )
 def test_a_custom_loop_with_split_and_gather_is_exact(
     run_ranks: RankPool, ring: int, ulysses: int, cfg: int, rows: int
@@ -327,9 +317,7 @@ def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder
     return [float(torch.as_tensor(x).double().norm()) for x in found]
 
 
-@pytest.mark.parametrize(
-    ("world", "ring", "per_call"), [pytest.param(2, 1, 1, marks=pytest.mark.full), (3, 1, 2), (4, 2, 1)]
-)
+@pytest.mark.parametrize(("world", "ring", "per_call"), [(3, 1, 2), (4, 2, 1)])
 def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
     run_ranks: RankPool, world: int, ring: int, per_call: int
 ) -> None:

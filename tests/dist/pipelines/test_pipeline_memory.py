@@ -123,9 +123,8 @@ WAYS = {2: [("ring", 2, 1)], 3: [("ulysses", 3, 1)], 4: [("unified", 4, 1), ("ri
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
-        pytest.param(kind, world, marks=() if (kind, world) in (("flux", 3), ("wan", 2)) else pytest.mark.full)
-        for kind in SHARDED
-        for world in WAYS
+        ("flux", 3),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in [("wan", 2), ("sd3", 4), ("qwen", 3), ("wan", 4)]),
     ],
 )
 def test_sharded_pipelines_give_one_process_latents(run_ranks: RankPool, kind: str, world: int) -> None:
@@ -302,13 +301,14 @@ OFFLOADED = {
 STAGED = {"ring2": ("ring", 2, 1), "ring3": ("ring", 3, 1), "cfg2": ("ring", 1, 2), "cfg2_ring2": ("ring", 2, 2)}
 
 
-def _trials(*quick: tuple[str, str]) -> list[Any]:
+def _trials(quick: tuple[str, str], *others: tuple[str, str]) -> list[Any]:
     """(pipeline, way)."""
-    every = [(kind, way) for kind in OFFLOADED for way in STAGED]
-    return [pytest.param(*trial, marks=() if trial in quick else pytest.mark.full) for trial in every]
+    return [quick, *(pytest.param(*trial, marks=pytest.mark.full) for trial in others)]
 
 
-@pytest.mark.parametrize(("kind", "way"), _trials(("controlnet", "cfg2"), ("wan", "ring2")))
+@pytest.mark.parametrize(
+    ("kind", "way"), _trials(("wan", "ring2"), ("controlnet", "cfg2"), ("sd3", "cfg2_ring2"), ("flux", "ring3"))
+)
 def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool, kind: str, way: str) -> None:
     family, name, encode, denoise = OFFLOADED[kind]
     _, ranks, cfg = STAGED[way]
@@ -345,8 +345,13 @@ def _released(
     return _error(images, alone), seen, str(refusal.value)
 
 
-@pytest.mark.parametrize("shard", [(), ("transformer", "text_encoder")], ids=["whole", "sharded"])
-@pytest.mark.parametrize(("kind", "way"), _trials(("flux", "ring2"), ("sd3", "cfg2")))
+@pytest.mark.parametrize(
+    "shard",
+    [pytest.param((), id="whole", marks=pytest.mark.full), pytest.param(("transformer", "text_encoder"), id="sharded")],
+)
+@pytest.mark.parametrize(
+    ("kind", "way"), _trials(("flux", "ring2"), ("sd3", "cfg2"), ("wan", "cfg2_ring2"), ("controlnet", "ring3"))
+)
 def test_what_is_no_longer_needed_is_freed(run_ranks: RankPool, kind: str, shard: tuple[str, ...], way: str) -> None:
     family, name, encode, denoise = OFFLOADED[kind]
     _, ranks, cfg = STAGED[way]

@@ -51,8 +51,6 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
     ("world", "settings"),
     [
         (3, {"pipe": 3, "patches": 3}),
-        pytest.param(2, {"pipe": 2, "patches": 2}, marks=pytest.mark.full),
-        pytest.param(4, {"pipe": 4, "patches": 3}, marks=pytest.mark.full),
     ],
 )
 def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
@@ -89,7 +87,7 @@ def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(2, {"pipe": 2, "patches": 3}), pytest.param(3, {"pipe": 3, "patches": 1}, marks=pytest.mark.full)],
+    [(2, {"pipe": 2, "patches": 3})],
 )
 def test_the_number_of_kept_objects_stops_growing(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
     """The last round has sizes that were forgotten."""

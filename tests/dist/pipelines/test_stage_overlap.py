@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -90,21 +88,13 @@ def _compare(
 _CASES = {
     "flux": ("flux", "", 3, {}, {"pipe": 3, "patches": 3}, {}, 2),
     "wan_unipc": ("wan", "UniPCMultistepScheduler", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
-    "wan_dpm": ("wan", "DPMSolverMultistepScheduler", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
     "pixart_dpm": ("pixart_alpha", "DPMSolverMultistepScheduler", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
-    "cogvideox_ddim": ("cogvideox", "CogVideoXDDIMScheduler", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
     "branches": ("flux_true_cfg", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
-    "ring": ("flux", "", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}, {}, 2),
     "ulysses": ("flux", "", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}, {}, 2),
     "prompts": ("flux", "", 2, {}, {"pipe": 2}, {"prompt": _PROMPTS}, 1),
-    "sd3": ("sd3", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
-    "qwen": ("qwen_image", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
-    "hunyuan": ("hunyuan_video", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
     "z_image": ("z_image", "", 2, {}, {"pipe": 2, "patches": 2}, {}, _STEPS),  # it refines image tokens first
     "cfg_calls": ("flux_true_cfg", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
     "cfg_batch": ("sd3", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
-    "cfg_unipc": ("wan", "UniPCMultistepScheduler", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
-    "cfg_prompts": ("flux_true_cfg", "", 4, {}, {"pipe": 2, "cfg": 2}, _BOTH, 1),
     "cfg_batch_of_prompts": ("sd3", "", 4, {}, {"pipe": 2, "cfg": 2}, {"prompt": _PROMPTS}, 1),
     "cfg_list": ("z_image", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 2}, {}, _STEPS),
     "cfg_three_stages": ("flux_true_cfg", "", 6, {}, {"pipe": 3, "cfg": 2, "patches": 3}, {}, 2),
@@ -150,32 +140,6 @@ def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool, mixing: s
     for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, mixing):
         assert max(found["errors"]) < 1e-12
         assert found["waits"] == [_STEPS, _STEPS]
-
-
-def _same_operators(rank: int, world: int) -> list[float]:
-    """Errors of calls whose schedulers have the same operators, on other views from the third call on."""
-    pipes, swaps = {where: make_pipe("flux") for where in ("alone", "staged")}, [False]
-
-    def change(x: Tensor) -> Tensor:
-        third = x.shape[1] // 3
-        first, second = x[:, :third], x[:, third : 2 * third]
-        return torch.cat([second, first, x[:, 2 * third :]] if swaps[0] else [first, second, x[:, 2 * third :]], dim=1)
-
-    parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=3)
-    parallelize_pipeline(pipes["staged"], ContextParallelConfig(), patches=3, pipe=world)
-    for pipe in pipes.values():
-        _change_output(pipe, change)
-    errors = []
-    for swaps[0] in (False, False, True):
-        expected = latents_of(pipes["alone"], "flux", num_inference_steps=_STEPS)
-        errors.append(error_of(expected, latents_of(pipes["staged"], "flux", num_inference_steps=_STEPS)))
-    return errors
-
-
-@pytest.mark.full
-def test_a_scheduler_with_the_same_operators_on_other_views_is_seen(run_ranks: RankPool) -> None:
-    for errors in run_ranks(3, _same_operators):
-        assert max(errors) < 1e-12
 
 
 def _operator_for_each_branch(rank: int, world: int) -> list[float]:
@@ -235,58 +199,6 @@ def test_a_callback_after_each_step_gets_its_latents_and_may_raise(run_ranks: Ra
         assert max(found["errors"]) < 1e-12
         assert found["waits"] == _STEPS
         assert not found["lazy"]
-
-
-class _BlockError(RuntimeError):
-    pass
-
-
-def _fail_at(number: int | None, calls: Iterator[int], call: Any, args: Any, kwargs: Any) -> Any:
-    if next(calls) == number:
-        raise _BlockError("this stage has no memory left")
-    return call(*args, **kwargs)
-
-
-def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int]) -> list[tuple[str, float]]:
-    """Each stage fails in a call whose steps overlap: what is raised, and the error of the next call."""
-    pipe, fresh = make_pipe(name), make_pipe(name)
-    for one in (pipe, fresh):
-        parallelize_pipeline(one, ContextParallelConfig(), **{"pipe": world, **settings})
-    state = parallel_pipeline(pipe)
-    assert state is not None
-    stage = next(iter(state.patch_runners.values())).stage
-    assert stage is not None
-    expected, *_ = (latents_of(x, name, num_inference_steps=_STEPS) for x in (fresh, pipe, pipe, pipe, pipe))
-    found = []
-    for forward in at:
-        for failing in range(world):
-            fails_at = forward if rank == failing else None
-            undo = intercept_calls(stage.blocks[stage.range.start], partial(_fail_at, fails_at, count()))
-            with pytest.raises((_BlockError, CallFailedError)) as error:
-                latents_of(pipe, name, num_inference_steps=_STEPS)
-            undo()
-            found.append((str(error.value), error_of(expected, latents_of(pipe, name, num_inference_steps=_STEPS))))
-    assert state.votes.broken is None
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "name", "settings", "at"),
-    [
-        pytest.param(3, "flux", {"patches": 3}, [8], id="patches"),  # of 1 + 7 * 3
-        pytest.param(3, "flux", {"patches": 3}, [7, 12, 21], marks=pytest.mark.full, id="other_patches"),
-        pytest.param(2, "flux_true_cfg", {"patches": 3}, [9, 14, 43], marks=pytest.mark.full, id="branches"),
-        pytest.param(4, "flux_true_cfg", {"pipe": 2, "cfg": 2, "patches": 3}, [8], marks=pytest.mark.full, id="cfg"),
-        pytest.param(4, "sd3", {"pipe": 2, "cfg": 2, "patches": 3}, [7, 21], marks=pytest.mark.full, id="cfg_batch"),
-    ],
-)
-def test_an_error_in_a_step_that_overlaps_ends_the_call_on_all(
-    run_ranks: RankPool, world: int, name: str, settings: Any, at: Sequence[int]
-) -> None:
-    for found in run_ranks(world, _failing, name, settings, at):
-        for text, error in found:
-            assert "this stage has no memory left" in text
-            assert error == 0
 
 
 def _outside(rank: int, world: int) -> tuple[float, str]:

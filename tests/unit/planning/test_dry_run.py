@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_cp.planning.recording import StepSettings, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
-from tests.harness.cases import full_unless
 
 _GPU = DeviceProfile("H100", "cuda")
 _FLUX_TINY = {
@@ -69,10 +67,13 @@ _TINY_INPUTS = _flux(30, 7, _FLUX_TINY, 4)
 
 @pytest.mark.parametrize(
     ("checkpointing", "device", "sharded"),
-    full_unless(
-        lambda *case: case == ("none", CPU, False),
-        itertools.product(("none", "full", "selective"), (_GPU, CPU), (False, True)),
-    ),
+    [
+        ("none", CPU, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("none", _GPU, True), ("full", _GPU, False), ("selective", CPU, True))
+        ),
+    ],
 )
 def test_repeated_blocks_equal_the_full_trace(checkpointing: Any, device: DeviceProfile, sharded: bool) -> None:
     layout = Layout(ring=2, ulysses=2, checkpointing=checkpointing, sharded=sharded)
