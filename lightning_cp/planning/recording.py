@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,7 +27,6 @@ from lightning_cp.planning.recorder import WEIGHTS, WORLD, Recorder, Segment
 from lightning_cp.planning.step import CATEGORIES, Layout, Part, Step
 
 OPTIMIZER = "optimizer"  # name of the optimizer's part
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -63,18 +62,14 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=device_type(parameters[0]) == "cuda")
 
 
-def optimizer_step(weights: Sequence[Tensor], make: MakeOptimizer, *, kind: str, fake: bool) -> OptimizerStep:
-    """Record a step of the optimizer of these weights, in which gradients are freed.
+@lru_cache(maxsize=8)
+def optimizer_step(forms: tuple[Form, ...], *, kind: str, fake: bool) -> OptimizerStep:
+    """Record a step of AdamW on weights of these forms, in which gradients are freed.
 
     Args: kind: kind of the device. fake: the weights have no storage.
     """
-    return _recorded(tuple(map(Form.of, weights)), make, kind, fake)
-
-
-@lru_cache(maxsize=8)
-def _recorded(forms: tuple[Form, ...], make: MakeOptimizer, kind: str, fake: bool) -> OptimizerStep:
     weights = [form.make() for form in forms]
-    optimizer = make(weights)
+    optimizer = adamw(weights)
     with Recorder({}):  # its state exists after the first step
         for x in weights:
             x.grad = torch.empty_like(x)
@@ -105,7 +100,7 @@ def mean_square(output: Any, target: Tensor | None = None) -> Tensor:
     return (first.to(target.dtype) - target).square().mean()
 
 
-def training_loss(model: nn.Module, inputs: Mapping[str, Any], settings: StepSettings) -> Tensor:
+def training_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the loss of a model, with the tensors that an objective of fine-tuning has.
 
     The first floating-point input holds the latents. As in `Objective.sample_losses`, every rank has the whole latents,
@@ -117,7 +112,7 @@ def training_loss(model: nn.Module, inputs: Mapping[str, Any], settings: StepSet
             noisy, target = _noised(x.float())
             inputs[name] = noisy.to(x.dtype)
             break
-    return settings.loss(model(**inputs), target)
+    return mean_square(model(**inputs), target)
 
 
 def _noised(clean: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,14 +128,10 @@ class StepSettings:
     Attributes:
         task: "train": forward, backward and the optimizer's step. "sample": a forward without gradients.
         autocast: dtype of `torch.autocast`; None: none.
-        optimizer: makes the optimizer of parameters.
-        loss: computes the loss from the model's output and, if there is one, the target.
     """
 
     task: Literal["train", "sample"] = "train"
     autocast: torch.dtype | None = None
-    optimizer: MakeOptimizer = adamw
-    loss: Callable[..., Tensor] = mean_square
 
 
 TRAINING = StepSettings()
@@ -169,7 +160,7 @@ def record_step(
     optimizer = None
     if trained:
         kind, fake = device_type(trained[0]), is_fake(trained[0])
-        optimizer = optimizer_step(trained, settings.optimizer, kind=kind, fake=fake)
+        optimizer = optimizer_step(tuple(map(Form.of, trained)), kind=kind, fake=fake)
     gc.collect()  # cycles with tensors would be freed in the middle of the step
     recorder = Recorder(links_of(groups))
     recorder.weights_link = WORLD if settings.task == "train" else WEIGHTS
@@ -207,7 +198,7 @@ def _run(
             model(**inputs)
         return
     with autocast:
-        loss = training_loss(model, inputs, settings)
+        loss = training_loss(model, inputs)
     recorder.mark("backward")
     loss.backward()  # type: ignore[no-untyped-call]
     buckets.finish()

@@ -17,7 +17,7 @@ from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.planning.dry_run import UntraceableError, dry_run
-from lightning_cp.planning.recording import StepSettings, training_loss
+from lightning_cp.planning.recording import StepSettings, adamw, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
@@ -237,15 +237,15 @@ def test_a_model_without_blocks_is_traced(sharded: bool) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_peak_is_that_of_the_profiler(checkpointing: Any) -> None:
     inputs = {name: torch.randn(x.shape) for name, x in _TINY_INPUTS.items()}
-    model, optimizer = _TINY(), StepSettings().optimizer
+    model = _TINY()
     if checkpointing == "full":
         model.enable_gradient_checkpointing()
-    adamw = optimizer(list(model.parameters()))
+    optimizer = adamw(list(model.parameters()))
 
     def step() -> None:
-        training_loss(model, inputs, StepSettings()).backward()
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
+        training_loss(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     step()  # the state of the optimizer
     measured = read_trace(record_trace(step)).peak_bytes
