@@ -104,7 +104,7 @@ def _before(rank: int, world: int, degrees: dict[str, int], whats: list[str]) ->
     [
         (2, {"cfg": 2}, ["transformer", "data", "dtype", "scheduler", "sigmas", "tokenizer"]),
         (3, {"ring": 3}, ["text_encoder", "block", "sigmas", "tiling"]),
-        (2, {"pipe": 2}, ["transformer", "vae", "scheduler"]),
+        pytest.param(2, {"pipe": 2}, ["transformer", "vae", "scheduler"], marks=pytest.mark.full),
         pytest.param(2, {"ring": 2}, list(BEFORE), marks=pytest.mark.full),
     ],
 )
@@ -134,8 +134,8 @@ def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "degrees"),
     [
-        (2, {"cfg": 2}),
         (3, {"ring": 3}),
+        pytest.param(2, {"cfg": 2}, marks=pytest.mark.full),
         pytest.param(2, {"pipe": 2}, marks=pytest.mark.full),
     ],
 )

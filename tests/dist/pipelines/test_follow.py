@@ -63,14 +63,14 @@ def _error(found: Tensor, expected: Tensor) -> float:
 def _calls(rank: int, world: int, which: tuple[str, str], cfg: int) -> Any:
     """Rank 0: the error of each call, and how many calls were divided over branches. Others: None."""
     pipe = _pipe(*which)
-    alone = [_first(pipe(**_inputs(*which, i))) for i in range(6)]
+    alone = [_first(pipe(**_inputs(*which, i))) for i in range(3)]
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg)
     state = parallel_pipeline(pipe)
     assert state is not None
 
     def loop(leader: Leader) -> Any:
         found = []
-        for i in range(6):
+        for i in range(3):
             inputs = _inputs(*which, i)
             error = _error(_first(leader(**inputs)), alone[i])
             assert not torch.equal(torch.Generator().manual_seed(i).get_state(), inputs["generator"].get_state())
@@ -143,7 +143,8 @@ def _failing(rank: int, world: int) -> list[str]:
             with pytest.raises(Exception) as caught:  # noqa: PT011  # of all kinds
                 leader(**{**_inputs(*FLUX, 0), **given})
             said.append(f"{type(caught.value).__name__}: {caught.value}")
-            assert _error(_first(leader(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
+            if given in (bad[1], bad[2], bad[-1]):  # in the loop, in a callback, on another rank
+                assert _error(_first(leader(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
         leader.method("set_progress_bar_config", disable=True)
         with pytest.raises(RuntimeError, match=r"inside follow, call leader"):
             pipe(**_inputs(*FLUX, 0))

@@ -114,7 +114,7 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
 @pytest.mark.parametrize(
     ("name", "world", "mode", "cfg"),
     [
-        ("qwen_image", 3, "ulysses", 1),
+        pytest.param("qwen_image", 3, "ulysses", 1, marks=pytest.mark.full),
         pytest.param("hunyuan_image", 4, "ulysses", 2, marks=pytest.mark.full),
         pytest.param("z_image", 3, "ring", 1, marks=pytest.mark.full),
         ("z_image", 2, "ring", 2),
@@ -143,7 +143,7 @@ def _with_shards(rank: int, world: int, name: str, guider: str) -> tuple[float, 
 @pytest.mark.parametrize(
     ("name", "guider"),
     [
-        ("hunyuan_image", "block"),
+        pytest.param("hunyuan_image", "block", marks=pytest.mark.full),
         pytest.param("qwen_image", "attention scores", marks=pytest.mark.full),
         pytest.param("z_image", "attention", marks=pytest.mark.full),
     ],

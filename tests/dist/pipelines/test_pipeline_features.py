@@ -155,7 +155,7 @@ def _tried(
     return found
 
 
-QUICK = (("model offload", AFTER), ("leaf offload", BEFORE), ("int8 by quanto", BEFORE), ("lora", AFTER))
+QUICK = (("model offload", AFTER), ("int8 by quanto", BEFORE))
 LOADED = (
     "int8 by diffusers",
     "device_map of one",

@@ -85,6 +85,7 @@ def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "settings"),
     [(2, {"pipe": 2, "patches": 3})],

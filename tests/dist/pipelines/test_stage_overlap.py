@@ -20,7 +20,7 @@ from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 
-_STEPS = 8
+_STEPS = 6
 _PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
 _BOTH = {"prompt": _PROMPTS, "negative_prompt": _PROMPTS}
 
@@ -99,7 +99,7 @@ _CASES = {
     "cfg_list": ("z_image", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 2}, {}, _STEPS),
     "cfg_three_stages": ("flux_true_cfg", "", 6, {}, {"pipe": 3, "cfg": 2, "patches": 3}, {}, 2),
 }
-_DEFAULT = ("prompts", "cfg_calls")
+_DEFAULT = ("cfg_calls",)
 
 
 @pytest.mark.parametrize(

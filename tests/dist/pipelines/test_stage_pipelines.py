@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ _NAMES = (
     *("ltx2_guided", "ovis_image", "pixart_alpha", "qwen_image", "qwen_image_edit", "sana", "sana_video", "sd3"),
     *("skyreels", "stable_audio", "wan", "wan_image_to_video", "wan_animate", "z_image"),
 )
-_DEFAULT = (("ltx2_audio", 1, 1, 2), ("sana", 2, 1, 2))
+_DEFAULT = (("sana", 2, 1, 2),)
 _WITHOUT_GUIDANCE = ("flux", "flux2", "flux_fill", "helios_pyramid_distilled", "hunyuan_video")
 # In float64, diffusers' own forward gives NaN for tokens without any key, or multiplies by float32 weights (PRX).
 _FLOAT32 = ("lumina2", "omnigen", "prx")
@@ -56,17 +55,10 @@ def test_stages_and_branches_change_nothing(
         assert max(errors) < 1e-12
 
 
-_IN_FLOAT32 = [
-    pytest.param(*case, marks=() if case == ("lumina2", 2, (1, 2)) else pytest.mark.full)
-    for case in product(_FLOAT32, (2,), ((1, 2), (2, 2)))
-]
-
-
-@pytest.mark.parametrize(("name", "patches", "degrees"), _IN_FLOAT32)
-def test_stages_in_float32_change_nothing(
-    run_ranks: RankPool, name: str, patches: int, degrees: tuple[int, int]
-) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("cfg", [1, 2])
+@pytest.mark.parametrize("name", _FLOAT32)
+def test_stages_in_float32_change_nothing(run_ranks: RankPool, name: str, cfg: int) -> None:
     """Lumina 2 has long texts here: its first patch has no image tokens, but refines those of both patches."""
-    cfg, stages = degrees
-    for errors in run_ranks(cfg * stages, _compare, name, patches, cfg, torch.float32, timeout_s=200):
+    for errors in run_ranks(2 * cfg, _compare, name, 2, cfg, torch.float32, timeout_s=200):
         assert max(errors) < 1e-4
