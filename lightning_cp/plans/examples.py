@@ -33,10 +33,13 @@ def _wan(**others: Any) -> ExampleInputs:
     return ExampleInputs({**_CLIP, **_text("text_dim"), **_IMAGE, **others}, _IF_IMAGE, sizes=_IMAGES)
 
 
-def _history(**frames: str) -> dict[str, str]:
-    """Latents of earlier frames, and their positions. Args: frames: number of frames, by the end of the names."""
+def _history(batch: str = "", **frames: str) -> dict[str, str]:
+    """Latents of earlier frames, and their positions.
+
+    Args: batch: "batch " if each sample has positions. frames: number of frames, by the end of the names.
+    """
     latents = {f"latents_{x}": f"float batch in_channels {n} height width" for x, n in frames.items()}
-    return {**latents, **{f"indices_latents_{x}": f"float {n}" for x, n in frames.items()}}
+    return {**latents, **{f"indices_latents_{x}": f"float {batch}{n}" for x, n in frames.items()}}
 
 
 _VIDEO = ExampleInputs(
@@ -57,8 +60,7 @@ _COGVIDEOX = {
 }
 _IF_COGVIDEOX = {"image_rotary_emb": "use_rotary_positional_embeddings", "ofs": "ofs_embed_dim"}
 _IF_FACE = dict.fromkeys(("id_cond", "id_vit_hidden"), "is_train_face")
-_HELIOS = {name.replace("latents_", "latents_history_"): x.replace("float ", "float batch ") if "indices" in name else x
-           for name, x in _history(short="short", mid="mid", long="long").items()}  # fmt: skip
+_HELIOS = _history("batch ", history_short="short", history_mid="mid", history_long="long")
 _KANDINSKY = {
     "hidden_states": "float batch frames height width (2*in_visual_dim+1)if(visual_cond)else(in_visual_dim)",
     **_text("in_text_dim", timestep="time batch"),
@@ -70,7 +72,7 @@ EXAMPLES: Mapping[str, ExampleInputs] = {
         {
             "hidden_states": "float batch audio audio_acoustic_hidden_dim",
             "context_latents": "float batch audio 2*audio_acoustic_hidden_dim",
-            **_text("encoder_hidden_size", timestep="time batch", timestep_r="time batch"),
+            **_text("(encoder_hidden_size)or(hidden_size)", timestep="time batch", timestep_r="time batch"),
         }
     ),
     "AllegroTransformer3DModel": ExampleInputs(

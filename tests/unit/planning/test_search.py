@@ -282,3 +282,17 @@ def test_every_class_can_be_planned(kind: str) -> None:
 
 def test_the_planner_knows_every_transformer() -> None:
     assert set(EXAMPLES) == {kind for kind in REGISTERED if "ControlNet" not in kind}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_dims_are_those_of_the_default_configuration(kind: str) -> None:
+    """Where the class has one: six need entries, such as their widths."""
+    example = EXAMPLES[kind]
+    frames = 1 + 2 * example.time if example.has("frames") else 1
+    try:
+        found = diffusers_model(kind, {}, MediaSize(768, 1536, frames))
+    except ValueError as error:
+        assert "cannot be built with this configuration" in str(error)  # noqa: PT017
+    else:
+        assert found.tokens
