@@ -127,10 +127,7 @@ def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"patches": 0}, "patches=0 must be at least 1"),
         ({"patches": "3"}, "patches='3' must be an integer"),
-        ({"warmup": 2}, "no meaning with patches=1"),
-        ({"patches": 2, "warmup": 0}, "warmup=0 must be at least 1"),
         ({"pipe": 2}, "pipe=2 needs a process group"),
         ({"pipe": 2, "shard": ["transformer"]}, "leave one of them out"),
     ],
