@@ -186,6 +186,8 @@ def exchange_lengths(
     else:
         query, key = (tuple(other[i] for other in signatures) for i in (1, 2))
     by_rank = {rank: (x[3], x[4]) for rank, x in enumerate(signatures)}
+    if all(x == signatures[0] for x in signatures):
+        by_rank = {}  # one mask says it for all; in a dry run, the others answer as this rank, whatever their lengths
     sizes = {} if mask is None else by_rank or {groups.context_rank: (mask.shape[2], mask.shape[3])}
     lengths = _lengths_of(query, key, sizes)
     if sparse is not None:

@@ -37,7 +37,7 @@ from tests.models.test_dry_runs import CANNOT
 
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 H100 = device_named("h100")
-_QUICK = ("ZImageTransformer2DModel", "Kandinsky5Transformer3DModel")
+_QUICK = ("Krea2Transformer2DModel", "Kandinsky5Transformer3DModel")  # masks of uneven lengths, values of positions
 
 
 def _model(**config: Any) -> PlannedModel:
@@ -265,8 +265,9 @@ def test_devices_are_named_changed_and_given() -> None:
 def test_every_class_can_be_planned(kind: str) -> None:
     """Or its forward cannot be traced at all. Values of the same inputs are those of `tests/models`."""
     name, example = FIRST[kind], EXAMPLES[kind]
-    frames = 1 + 2 * example.time if example.has("frames") else 1
-    size = MediaSize(8 * example.space, 4 * example.space, frames, text=7, batch=2)
+    frames = 1 + 2 * example.time if example.has("frames", "audio") else 1
+    side = 8 * example.space if name == "kandinsky6_sr" else 4 * example.space  # it has blocks of 8 x 8 tokens
+    size = MediaSize(2 * side, side, frames, text=7, batch=2)  # an odd number of tokens, text included
     config = TINY[name].config
     planned = diffusers_model(kind, config, size)
     if name in CANNOT:
