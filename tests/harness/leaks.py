@@ -74,12 +74,12 @@ def left_behind(before: Surroundings) -> list[str]:
 
 
 def _children() -> frozenset[int]:
-    """Return the running direct children, without those of the harness (the pool's workers are the fork server's)."""
-    harness = {
+    """Return the running direct children, without those of the harness."""
+    trackers = (
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
-        warm.server_pid(),
-    }
+    )
+    harness = {*trackers, *warm.KEPT}
     return frozenset(pid for pid in _child_pids() - harness if _runs(pid))
 
 

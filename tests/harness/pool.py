@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_cp.launch.rendezvous import listen
+from tests.harness import warm
 from tests.harness.strict import Coordinator, Strict
-from tests.harness.worker import Job, Reply, serve
-
-# Otherwise the import of diffusers in the process that workers are forked from would take the GPUs from them.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+from tests.harness.worker import Job, Reply
 
 MAX_WORLD = 8
 GRACE_S = 3.0  # for the other ranks, once one has failed
 _STRICT_SLOWDOWN = 5.0  # each operation goes through one process; hangs are found without the limit
-_PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "lightning_cp.attention",
-    "pytest",
-    "psutil",
-)
-_PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imported
-    "diffusers": ("diffusers.models.attention_dispatch", "diffusers.models.transformers.transformer_wan"),
-    "tests.dist.engine.test_engine_models": ("functorch.compile",),  # what compiling imports
-    "transformers": ("diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.wan.pipeline_wan"),
-    "lightning.fabric": ("lightning.fabric.strategies", "torch.distributed.fsdp"),
-    "lightning.pytorch": ("lightning.pytorch.strategies", "torch.distributed.checkpoint"),
-    "peft": ("peft",),
-}
 
 
 class RankFailure(AssertionError):
@@ -54,7 +36,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class _Worker:
-    process: BaseProcess
+    process: subprocess.Popen[str]
     connection: Connection
     log: Path
 
@@ -123,7 +105,8 @@ class RankPool:
             worker.connection.close()
             worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.process.wait()
+            warm.KEPT.remove(worker.process.pid)
         self._workers, self._store = [], None
 
     def _collect(self, world: int, timeout_s: float) -> tuple[dict[int, Reply], list[str]]:
@@ -143,8 +126,7 @@ class RankPool:
                     reply: Reply = pickle.loads(connection.recv_bytes())
                     replies[rank], error = reply, reply.error
                 except EOFError:
-                    self._workers[rank].process.join(60)
-                    error = f"the process ended with exit code {self._workers[rank].process.exitcode}"
+                    error = f"the process ended with exit code {self._workers[rank].process.wait(60)}"
                 if error:
                     report.append(f"--- rank {rank} failed:\n{error}{self._output(rank)}")
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -152,7 +134,7 @@ class RankPool:
 
     def _stacks(self, rank: int, timeout_s: float) -> str:
         process = self._workers[rank].process
-        if process.pid is not None and process.is_alive():
+        if process.poll() is None:
             log, deadline = self._workers[rank].log, time.monotonic() + 60
             size = log.stat().st_size
             os.kill(process.pid, signal.SIGUSR1)
@@ -173,16 +155,16 @@ class RankPool:
             options = {"master_listen_fd": listener.fileno(), "timeout": timedelta(seconds=30)}
             self._store = dist.TCPStore(*listener.getsockname(), is_master=True, wait_for_workers=False, **options)
             listener.detach()
-        context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
-        used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
-        context.set_forkserver_preload([*_PRELOADED, *used])
         while len(self._workers) < world:
-            ours, theirs = context.Pipe()
+            ours, theirs = Pipe()
             log = Path(self._folder.name) / f"{time.monotonic_ns()}.log"
-            log.touch()
-            process = context.Process(target=serve, args=(theirs, str(log)))
-            process.start()
+            with log.open("a") as file:
+                command = [sys.executable, "-c", "from tests.harness.worker import serve; serve()"]
+                process = warm.Popen(
+                    command, stdin=theirs.fileno(), stdout=file, stderr=file, env=warm.environment(), cwd=warm.ROOT
+                )
             theirs.close()
+            warm.KEPT.add(process.pid)
             self._workers.append(_Worker(process, ours, log))
 
 

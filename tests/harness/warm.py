@@ -23,13 +23,19 @@ from typing import Any
 
 from tests.harness.warm_server import child_was_created, popen_arguments
 
-_ROOT = Path(__file__).parents[2]
-_BOOT = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.harness.warm_server import main; main()"
+ROOT = Path(__file__).parents[2]
+KEPT: set[int] = set()
+"""Ids of child processes that are kept between tests: the server, and the workers of the pool."""
+_BOOT = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.harness.warm_server import main; main()"
 _PR_SET_CHILD_SUBREAPER = 36
 _READ_LATE = (  # variables that no preloaded package reads while it is imported; parts of their names
     *("PYTHONPATH", "OMP_NUM_THREADS", "TMPDIR", "PATH", "RANK", "WORLD_SIZE", "MASTER_", "SLURM", "GLOO_", "NCCL_"),
     *("TORCHELASTIC_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "HYDRA_"),
 )
+
+
+# Otherwise the import of diffusers in the server would take the GPUs from its forks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 class Popen(subprocess.Popen[str]):
@@ -98,21 +104,21 @@ class _Server:
 
     def __init__(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._environment = dict(os.environ)  # one thread per library: a process with threads must not fork
-        self._environment.pop("PYTHONPATH", None)
+        self.environment = dict(os.environ)  # one thread per library: a process with threads must not fork
+        self.environment.pop("PYTHONPATH", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(["", str(_ROOT)])],
-            env=self._environment,
+            [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(["", str(ROOT)])],
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
-        self.pid = self._process.pid
+        KEPT.add(self._process.pid)
 
     def start(self, request: dict[str, Any], streams: list[int]) -> int:
         """Returns: the id of a new child of this process."""
-        changed = {name for name, _ in request["env"].items() ^ self._environment.items()}
+        changed = {name for name, _ in request["env"].items() ^ self.environment.items()}
         unknown = [name for name in changed if not any(part in name for part in _READ_LATE) and "_THREADS" not in name]
         assert not unknown, f"{unknown} may be read by an import: start this process cold"
         libc = ctypes.CDLL(None)
@@ -128,6 +134,7 @@ class _Server:
     def close(self) -> None:
         self._connection.close()
         self._process.wait()
+        KEPT.remove(self._process.pid)
 
 
 _started: list[_Server] = []
@@ -140,9 +147,9 @@ def _server() -> _Server:
     return _started[0]
 
 
-def server_pid() -> int | None:
-    """The server's process id, None before the first warm start."""
-    return _started[0].pid if _started else None
+def environment() -> dict[str, str]:
+    """Return the environment in which the server has imported its packages, for programs of the repository."""
+    return {**_server().environment, "PYTHONPATH": str(ROOT)}
 
 
 def close() -> None:

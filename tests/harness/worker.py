@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import traceback
 import warnings
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.launch import processes
 from lightning_cp.launch.stall import stop_watch
 from tests.harness.leaks import running_threads
 from tests.harness.strict.messages import Strict
@@ -71,20 +72,18 @@ class Reply:
     error: str = ""
 
 
-def serve(connection: Connection, log_path: str) -> None:
-    """Run jobs until the pool closes the connection."""
-    _die_with_parent()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+def serve() -> None:
+    """Run jobs that come on stdin until the pool closes it. Output goes to the pool's log."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when the test run is killed
+    connection = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs that a job starts must not read its messages
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    processes.subprocess = subprocess  # type: ignore[attr-defined]  # a rank has threads, so it must not fork others
     torch.set_num_threads(1)
-    if sys.version_info < (3, 14):  # Python's own choice; a fork server's children would start fork servers instead,
-        multiprocessing.set_start_method("fork", force=True)  # so that each data worker imports torch again
-    gc.freeze()
     while True:
         try:
             message = connection.recv_bytes()
@@ -166,8 +165,3 @@ def _clean_state() -> Iterator[None]:
     for thread in running_threads() - threads:
         thread.join(_GRACE_S)  # the stall watch sees the end of the process group at its next look
         assert not thread.is_alive(), f"the job left a thread behind: {thread}"
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when the test run is killed
