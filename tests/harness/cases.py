@@ -1,8 +1,9 @@
-"""Choose the cases of a parametrized test that run without the marker `full`."""
+"""Choose the cases of a parametrized test: few of a product, and which run without the marker `full`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -11,3 +12,20 @@ import pytest
 def full_unless(keep: Callable[..., bool], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Mark the cases for which `keep(*case)` is False with `full`."""
     return [case if keep(*case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def in_turn(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Return as many cases as the longest axis has values; the values of the other axes take turns."""
+    values = [list(axis) for axis in axes]
+    return [tuple(axis[i % len(axis)] for axis in values) for i in range(max(map(len, values)))]
+
+
+def pairwise(*axes: Collection[Any], valid: Callable[..., bool] = lambda *case: True) -> list[tuple[Any, ...]]:
+    """Return cases in which each value of an axis meets each value of every other axis, as far as `valid(*case)`."""
+    rest, chosen = [case for case in product(*axes) if valid(*case)], []
+    missing = {pair for case in rest for pair in combinations(enumerate(case), 2)}
+    while missing:
+        best = max(rest, key=lambda case: len(missing & {*combinations(enumerate(case), 2)}))
+        missing -= {*combinations(enumerate(best), 2)}
+        chosen.append(best)
+    return chosen

@@ -67,7 +67,7 @@ MAX_LINES = {
     "launch": 1640,
     "mesh": 580,
     "pipelines": 5810,
-    "planning": 2321,
+    "planning": 2330,
     "plans": 2360,
     "root": 1740,
     "sampling": 210,

@@ -38,6 +38,7 @@ def test_the_plan_of_the_guide_is_short_and_exact(cold: bool, folder: Path) -> N
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["my_model.py"]
 
 
+@pytest.mark.full
 def test_a_wrong_plan_is_reported_with_the_differences(folder: Path) -> None:
     file = folder / "my_model.py"
     file.write_text(file.read_text().replace('mask("text", "image")', 'mask("image", "text")'))

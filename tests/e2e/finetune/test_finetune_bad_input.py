@@ -127,6 +127,7 @@ def test_an_adapter_of_another_base(flux: Path, tmp_path: Path) -> None:
     assert f"lora.file={tmp_path / 'lora' / 'pytorch_lora_weights.safetensors'} is of another model" in error
 
 
+@pytest.mark.full
 def test_validation_larger_than_the_data(flux: Path) -> None:
     finished = _tune(flux, "validation", *RANKS, "data.validation=6", "validation.every=1")
     assert "data.validation=6 must be less than 6, the number of samples" in error_of(finished)

@@ -78,6 +78,7 @@ def test_a_controlnet_is_the_same_at_every_topology(flux: Path, alone: Finished,
     check_equal(tune(flux, "_".join(ranks), *SMALL, *ranks, experiment=FLUX), alone)
 
 
+@pytest.mark.full
 def test_diffusers_loads_the_controlnet_and_samples_change(flux: Path, alone: Finished) -> None:
     from diffusers import FluxControlNetModel, FluxControlNetPipeline
 

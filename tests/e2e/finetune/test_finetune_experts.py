@@ -75,6 +75,7 @@ def test_a_resume_at_another_topology_trains_as_one_process(both: Callable[..., 
     assert_equal_adapters(resumed, alone)
 
 
+@pytest.mark.full
 def test_diffusers_loads_both_adapters_and_draws_the_pictures_of_the_run(wan: Path, alone: Finished) -> None:
     from diffusers import WanPipeline
 
@@ -102,12 +103,8 @@ def test_diffusers_loads_both_adapters_and_draws_the_pictures_of_the_run(wan: Pa
 @pytest.mark.parametrize(
     "options",
     [
-        ("trainer=lightning",),
-        ("strategy=cp", "ring=2", "data_parallel=2"),
-        ("strategy=cp", "ulysses=2", "trainer=lightning", "micro_batch_size=1"),
         ("strategy=cp_fsdp", "ring=2", "data_parallel=2", "micro_batch_size=1"),
-        ("strategy=cp_fsdp", "ring=2", "trainer=lightning"),
-        ("strategy=cp", "ring=2", "activation_checkpointing=full"),
+        ("strategy=cp", "ulysses=2", "trainer=lightning", "activation_checkpointing=full"),
         ("strategy=cp", "ring=2", "model.compile=true"),
     ],
     ids=" ".join,
@@ -120,8 +117,10 @@ def test_options_give_the_same_run(both: Callable[..., Finished], alone: Finishe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp_fsdp ring=2"])
-@pytest.mark.parametrize("second", ["strategy=single", "strategy=cp_fsdp ring=3"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("strategy=cp ring=2", "strategy=cp_fsdp ring=3"), ("strategy=cp_fsdp ring=2", "strategy=single")],
+)
 def test_a_resume_before_an_expert_was_drawn(
     both: Callable[..., Finished], alone: Finished, first: str, second: str
 ) -> None:

@@ -1,7 +1,8 @@
-"""Every family, end to end: a LoRA on four real pictures or clips at ring 2 × data 2, with pictures on the way.
+"""Families of pictures and of clips, end to end: a LoRA on four real pictures or clips at ring 2 × data 2.
 
+Pictures are drawn on the way.
 The tiny transformers have random weights, so they have to learn everything in their adapters: those are on all linear
-layers here. Two regions of the same pictures or clips are held out, and their loss is at least halved (see FACTOR).
+layers here. Two regions of the same pictures or clips are held out, and their loss is at least halved.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from tests.e2e.recipe import Finished, run
 from tests.families.cases import CASES
 
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
-FAMILIES = ("flux", "flux2", "krea2", "wan", "cogvideox", "qwen_image", "sd3", "z_image")
-FACTOR = {"z_image": 0.8}  # its tokens have 64 values, and its width is 32: it cannot predict all of their noise
+FAMILIES = ("flux", "flux2", "wan", "cogvideox")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("flux", 14), id="flux", marks=pytest.mark.full),
         *(pytest.param((name, 40), id=f"{name}-40", marks=pytest.mark.full) for name in FAMILIES),
     ],
 )
@@ -119,7 +118,7 @@ def test_validation_loss_is_halved(tuned: Tuned) -> None:
     assert list(losses) == [tuned.every, tuned.steps]
     before = _loss_of_the_base(tuned)
     print(f"{tuned.family}: validation loss {before:.4f} -> {losses[tuned.steps]:.4f}")
-    assert losses[tuned.steps] < FACTOR.get(tuned.family, 0.5) * before
+    assert losses[tuned.steps] < 0.5 * before
 
 
 def test_losses_equal_those_of_one_process(tuned: Tuned) -> None:

@@ -143,6 +143,7 @@ def _differences(pipe: Any, folder: Path, pictures: str = "samples/final", other
     return found
 
 
+@pytest.mark.full
 def test_arguments_that_the_pipeline_does_not_take_are_one_error(flux: Path) -> None:
     finished = _tune(flux, "unknown", "lora.rank=4", "strategy=cp", "ring=2", *PICTURES, "+sampling.call.frames=5")
     assert "sampling.call has frames, which is not an argument of FluxPipeline" in error_of(finished)

@@ -81,6 +81,7 @@ def test_pictures_under_torchrun_and_refusals_of_what_changed(tmp_path: Path) ->
     assert "max_upscale" in error_of(ran(*own, "precompute.max_upscale=2", folder=tmp_path / "run5"))
 
 
+@pytest.mark.full
 def test_two_runs_write_one_cache_together(tmp_path: Path) -> None:
     data, pipe = pictures(tmp_path / "data", 100), pipeline(tmp_path / "pipe")
     given = settings(pipe, data, tmp_path / "out", "precompute.sizes=[[16,24],[24,16]]")

@@ -68,6 +68,7 @@ def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> 
     assert set(json.loads((alone / "timings.json").read_text())) == {"load", "denoise", "write"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -90,6 +91,7 @@ def test_pictures_are_the_same_at_every_degree(
     assert np.abs(pictures(tmp_path / "out") - pictures(alone)).max() <= most
 
 
+@pytest.mark.full
 def test_requested_classes_are_sampled_by_data_groups_in_order(alone: Path, trained: Path, tmp_path: Path) -> None:
     options = ("prompts=[7,1,1]", "num_samples=1", "strategy=cp", "data_parallel=2")
     done = sampled(f"source={trained}", *options, folder=tmp_path / "out")

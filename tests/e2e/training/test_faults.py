@@ -26,7 +26,7 @@ ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_ever
     [
         ("strategy=cp ring=0", "ring=0"),
         ("rign=2", "rign"),
-        ("resume=nowhere", "resume=nowhere"),
+        pytest.param("resume=nowhere", "resume=nowhere", marks=pytest.mark.full),
         pytest.param("ring=2", "strategy=single", marks=pytest.mark.full),
         pytest.param("model=nothing", "wan_tiny", marks=pytest.mark.full),
         pytest.param("launcher=slurm", "add -m", marks=pytest.mark.full),
@@ -104,6 +104,7 @@ def test_a_stopped_job_writes_a_checkpoint_and_resumes_from_it(number: int, trai
     assert [row.step for row in resumed.rows] == list(range(1, step + 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("steps", "every"), [pytest.param(2, "null", marks=pytest.mark.full), (100, "1")], ids=["at the end", "on the way"]
 )
@@ -127,6 +128,7 @@ def test_a_job_is_stopped_while_it_samples_and_can_be_gone_on_with(steps: int, e
     assert (resumed.folder / "samples" / "final.png").is_file()
 
 
+@pytest.mark.full
 def test_an_impatient_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with started(*ENDLESS, folder=tmp_path / "run", environment={"TMPDIR": str(tmp_path)}) as process:
         wait_for_checkpoint(tmp_path / "run", process)
@@ -182,6 +184,7 @@ def test_ranks_with_the_variables_of_torchrun_train(tmp_path: Path) -> None:
     assert ended.stdout.count("recognises") == 1
 
 
+@pytest.mark.full
 def test_an_error_under_torchrun_is_printed_once_even_if_rank_zero_is_late(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         'import os, time\nif os.environ.get("RANK") == "0":\n    time.sleep(1.5)\n', encoding="utf-8"

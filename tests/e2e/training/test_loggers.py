@@ -22,8 +22,8 @@ def train(folder: Path, *given: str) -> Finished:
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param((), id="fabric"),
         pytest.param(("trainer=lightning",), id="trainer"),
+        pytest.param((), id="fabric", marks=pytest.mark.full),
         pytest.param(("trainer=lightning", "strategy=cp", "ring=3"), id="trainer ring=3", marks=pytest.mark.full),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from lightning_cp.checkpoint.store import load_checkpoint
 from tests.e2e.finetuning import write_cache
 from tests.e2e.recipe import SMALL, Finished, run
+from tests.harness.cases import in_turn
 
 STEPS = 3
 COMMON = ("warmup_steps=1", f"max_steps={STEPS}", "progress=false", "accelerator=cpu", "ema_decay=0.5")
@@ -56,6 +57,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return finished
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "given",
     [
@@ -64,11 +66,6 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             ("strategy=cp_fsdp", "ring=3", "trainer=lightning"), id="trainer cp_fsdp ring=3", marks=pytest.mark.full
         ),
         *(pytest.param(given, id=" ".join(given), marks=pytest.mark.full) for given in TOPOLOGIES),
-        pytest.param(("trainer=lightning",), id="trainer", marks=pytest.mark.full),
-        *(
-            pytest.param(("trainer=lightning", *given), id=" ".join(("trainer", *given)), marks=pytest.mark.full)
-            for given in TOPOLOGIES[:3]
-        ),
     ],
 )
 def test_the_main_job_is_the_same(main_job: Finished, given: tuple[str, ...], tmp_path: Path) -> None:
@@ -97,8 +94,7 @@ def lora(wan: Path) -> Finished:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
-@pytest.mark.parametrize("given", [(), *TOPOLOGIES], ids=" ".join)
+@pytest.mark.parametrize(("given", "trainer"), in_turn([(), *TOPOLOGIES], ("fabric", "lightning")))
 def test_fine_tuning_is_the_same(
     wan: Path, lora: Finished, given: tuple[str, ...], trainer: str, tmp_path: Path
 ) -> None:

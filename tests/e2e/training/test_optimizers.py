@@ -48,29 +48,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], 
     assert has_bytes == (optim == "adamw_8bit")
 
 
-RANKS = [
-    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3", marks=pytest.mark.full),
-    pytest.param(("strategy=cp_fsdp", "ring=3"), id="cp_fsdp ring=3", marks=pytest.mark.full),
-    pytest.param(("strategy=cp", "ring=2", "data_parallel=2"), id="cp 2x2", marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize("given", RANKS)
-def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_ranks_train_as_one_process(alone: tuple[str, Finished], tmp_path: Path) -> None:
     optim, whole = alone
-    if (
-        optim in ("adamw_8bit", "adafactor", "prodigy") and "strategy=cp_fsdp" in given
-    ):  # refused, see tests/unit/app/test_settings.py
-        given = ("strategy=cp", "ulysses=2")
-    finished = train(tmp_path / "run", optim, *given)
+    is_refused = optim in ("adamw_8bit", "adafactor", "prodigy")  # see tests/unit/app/test_settings.py
+    finished = train(tmp_path / "run", optim, "strategy=cp" if is_refused else "strategy=cp_fsdp", "ring=3")
     # a last bit of a gradient can change an 8-bit state by one of its 256 values, and the sign that Lion follows
     rounding = {"adamw_8bit": 1e-3, "lion": 1e-3}
     assert finished.losses == pytest.approx(whole.losses, rel=rounding.get(optim, 1e-6))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["strategy=cp ring=2", "strategy=cp data_parallel=2"])
-@pytest.mark.parametrize("second", ["strategy=single trainer=lightning", "strategy=cp ring=3"])
+@pytest.mark.parametrize(("first", "second"), [("strategy=cp data_parallel=2", "strategy=cp ring=3 trainer=lightning")])
 def test_prodigy_keeps_its_estimate_at_another_topology(first: str, second: str, tmp_path: Path) -> None:
     given = ("+optim.d0=1e-5", "optim.d_coef=20", "max_steps=6")  # the estimate grows
     whole = train(tmp_path / "whole", "prodigy", *given)
@@ -94,6 +83,7 @@ def _groups(checkpoint: Path) -> dict[str, float]:
     return values
 
 
+@pytest.mark.full
 def test_fused_adamw_is_adamw(alone: tuple[str, Finished], tmp_path: Path) -> None:
     optim, whole = alone
     if optim not in ("adamw_fused", "adamw_8bit"):

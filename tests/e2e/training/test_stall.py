@@ -19,6 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=
 STRATEGY = ("strategy=cp", "ring=2", "strategy.stall_s=1", "progress=false")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["ours", "torchrun"])
 def test_the_warning_says_where_a_peer_outside_of_collectives_is(launcher: tuple[str, ...], tmp_path: Path) -> None:
     end = tmp_path / "end"

@@ -34,17 +34,14 @@ sys.exit(code)
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                ("train.py", "strategy=cp ring=17", 2),
-                ("train.py", "trainer.devices=2", 2),
                 ("sample.py", "ring=0", 2),
-                ("precompute.py", "--help", 0),
+                ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
                 ("bench.py", "--help", 0),
                 ("check.py", "--help", 0),
+                ("doctor.py", "--help", 0),
             )
         ),
         ("sample.py", "--help", 0),
-        ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
-        ("doctor.py", "--help", 0),
     ],
 )
 def test_help_and_a_refused_setting_import_nothing_heavy(

@@ -100,6 +100,7 @@ def test_one_folder_for_all_jobs_is_refused(tmp_path: Path) -> None:
     assert len(outcomes) == 2
 
 
+@pytest.mark.full
 def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep("strategy=cp", "sweep.on_error=stop", "+fault=none,raise_0,kill_0", folder=folder)
@@ -163,6 +164,7 @@ def test_optuna_sees_the_lowest_validation_loss_of_each_job(tmp_path: Path) -> N
     assert results.best_params["optim.lr"] == pytest.approx(max(rates))  # the lowest loss has the lowest rate
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["alone", "torchrun"])
 def test_the_recipe_itself_trains_in_a_sweep(launcher: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"

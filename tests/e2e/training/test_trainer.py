@@ -87,6 +87,7 @@ def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], 
     assert "2 ranks = data 1 × ring 2 × ulysses 1; FluxTransformer2DModel: 2 blocks" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["command line", pytest.param("YAML", marks=pytest.mark.full)])
 def test_lightning_cli_takes_the_strategy(alone: list[float], tmp_path: Path, source: str) -> None:
     script, config = tmp_path / "cli.py", tmp_path / "reader.yaml"
