@@ -81,7 +81,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if chosen or is_worker or writes_report or not is_suite:
         return
     option.numprocesses = min(3, 2 * len(os.sched_getaffinity(0)) - 1)
-    option.dist = "worksteal"  # each process begins with a third of the files, so fixtures of a module are made once
+    option.dist, option.loadscopereorder = (
+        "loadfile",
+        False,
+    )  # fixtures of a module are made once; short files come last
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
