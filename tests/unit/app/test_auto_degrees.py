@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, check_config
@@ -17,14 +16,14 @@ from lightning_cp.app.training import planned
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch import Machine
 from lightning_cp.planning.degrees import Degrees
-from tests.unit.app.test_settings import CONF, GpuMachine, TestMachine
+from tests.unit.app.composed import composed
+from tests.unit.app.test_settings import GpuMachine, TestMachine
 
 AUTO = ("strategy=cp", "ring=auto", "ulysses=auto")
 
 
 def _config(*overrides: str) -> Any:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=["run_dir=/runs/here", "output_root=/runs", *overrides])
+    return composed("train", "run_dir=/runs/here", "output_root=/runs", *overrides)
 
 
 def _check(*overrides: str, machine: Machine | None = None) -> CheckedRun:

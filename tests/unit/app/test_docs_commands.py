@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+
+from tests.unit.app.composed import composed
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,9 +29,8 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_settings_of_commands_exist(page: Path) -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for recipe, settings in commands(page):
-            compose(recipe, overrides=[*settings, *(["run_dir=here"] if "run_dir" not in " ".join(settings) else [])])
+    for recipe, settings in commands(page):
+        composed(recipe, *settings)
 
 
 def test_the_task_page_has_commands() -> None:

@@ -8,15 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, _forget_encoded, check_config
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.compat import versions
 from lightning_cp.launch import Machine
+from tests.unit.app.composed import CONF, composed
 
-CONF = Path(__file__).parents[3] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
 SIDES = {f"finetune_{name}": name for name in ("flux_controlnet", "qwen_image_controlnet", "wan_vace")}
 RANKS = {
@@ -116,9 +115,8 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
     given = [f"experiment={experiment}"]
     given += [] if "model=wan_tiny" in overrides else [f"model.pretrained={here}/pipe"]  # other groups lack the key
     given += [] if "data=digits" in overrides else [f"data.path={here}/cache"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        changed = [override.replace("HERE", str(here)) for override in overrides]
-        config = compose("train", overrides=["run_dir=/runs/here", "output_root=/runs", *given, *changed])
+    changed = [override.replace("HERE", str(here)) for override in overrides]
+    config = composed("train", "run_dir=/runs/here", "output_root=/runs", *given, *changed)
     return check_config(config, NoGpu(cores=4), None)
 
 
@@ -257,41 +255,28 @@ REFUSED = [
     ),
     ("objective.sigma_range=[[0.5,1.0],[0.0,0.5]]", "is not valid: must be null, or two numbers from 0 to 1"),
     ("model.dtype=float16", "model.dtype=float16 is not valid: must be one of float32, bfloat16"),
-    ("model.compile=1", "model.compile=1 is not valid: must be one of True, False"),
     ("model.offload=true", "model.offload=true does not work with activation_checkpointing=none: backward would keep"),
     ("model.offload=true lora=null", "model.offload=true does not work with lora=null: only frozen weights"),
     ("model.offload=true strategy=cp_fsdp", "model.offload=true does not work with strategy=cp_fsdp: it shards"),
     ("model.offload=true model.compile=true", "model.offload=true does not work with model.compile=true: compiled"),
-    ("model.quantize=int2", "model.quantize=int2 is not valid: must be one of null, int8, fp8, nf4"),
     ("model.quantize=int8 lora=null", "model.quantize=int8 gives quantised weights, which cannot be trained: train a"),
     ("model.pretrained=HERE/int8 strategy=cp_fsdp", "HERE/int8/transformer has quantised weights, which FSDP cannot"),
     ("model.pretrained=HERE/int8 model.quantize=nf4", "has quantised weights: leave model.quantize=nf4 out"),
     ("model.pretrained=HERE/int8 lora=null", "HERE/int8/transformer has quantised weights, which cannot be trained"),
     ("lora.rank=0", "lora.rank=0 is not valid: must be null or a whole number, at least 1"),
-    ("lora.alpha=0", "lora.alpha=0 is not valid"),
-    ("lora.lr_ratio=0", "lora.lr_ratio=0 is not valid"),
-    ("lora.dora=1", "lora.dora=1 is not valid"),
-    ("lora.lokr=1", "lora.lokr=1 is not valid: must be one of null, -1 or a whole number, at least 2"),
     ("lora.lokr=8 lora.lr_ratio=16", "lora.lr_ratio=16 does not work with lora.lokr: leave one out"),
     ("lora.lokr=8 lora.file=HERE/pipe", "lora.lokr does not work with lora.file: only a plain LoRA of one rank"),
-    ("lora.ranks=3", "lora.ranks=3 is not valid: must be null, or whole numbers of at least 1 by the ends of layers'"),
     ("lora.ranks={to_q:0}", "is not valid: must be null, or whole numbers of at least 1"),
     ("lora.ranks={to_q:2} lora.file=HERE/pipe", "lora.ranks does not work with lora.file: only a plain LoRA of one"),
     ("lora.dora=true lora.file=HERE/pipe", "lora.dora does not work with lora.file: only a plain LoRA of one rank"),
     ("lora.dora=true strategy=cp_fsdp ring=2", "lora.dora=true does not work with strategy=cp_fsdp, which shards"),
     ("lora.dora=true model.quantize=int8", "lora.dora=true does not work with model.quantize: use model.quantize=null"),
-    ("save_every=0", "save_every=0 is not valid: must be null or a whole number, at least 1"),
     ("lora=5", "lora=5 is not valid: must be null, or settings such as lora.rank=16"),
     ("lora.targets='('", "lora.targets=( is not a valid regular expression"),
-    ("lora.targets=[]", "lora.targets=[] is not valid: must be a list of names such as [to_q,to_v]"),
-    ("lora.targets=3", "lora.targets=3 is not valid: must be a list"),
     ("lora.file=HERE/none", "lora.file=HERE/none does not exist"),
     ("precision=bf16-true", "precision=bf16-true would also convert the adapters"),
-    ("objective.guidance=-1", "objective.guidance=-1 is not valid"),
-    ("objective.shift=0", "objective.shift=0 is not valid"),
     ("objective.sigma_range=[0.5]", "objective.sigma_range=[0.5] is not valid"),
     ("objective.sigma_range=[0.9,0.1]", "objective.sigma_range=[0.9, 0.1] is not valid: the first number must be less"),
-    ("objective.time_range=[0.5,1]", "objective.time_range=[0.5, 1] is not valid"),
     ("objective.time_range=[5,5]", "objective.time_range=[5, 5] is not valid: the first number must be less"),
     (
         "objective.min_snr_gamma=5",
@@ -302,20 +287,15 @@ REFUSED = [
         "objective.min_snr_gamma=5 has no effect with objective.weighting=cosmap: leave it out",
     ),
     ("lr_schedule=cosine lr_cycles=3", "lr_cycles=3 has no effect with lr_schedule=cosine: leave it out, or use"),
-    ("objective.sample_posterior=2", "objective.sample_posterior=2 is not valid"),
-    ("validation.every=0", "validation.every=0 is not valid"),
     ("validation.quantiles=[]", "validation.quantiles=[] is not valid: must be a list of different numbers"),
     ("validation.quantiles=[0,1]", "validation.quantiles=[0, 1] is not valid: must be a list of different numbers"),
     ("validation.quantiles=[0.5,0.5]", "validation.quantiles=[0.5, 0.5] is not valid"),
     ("validation.quantiles=0.5", "validation.quantiles=0.5 is not valid"),
-    ("data.validation=-1", "data.validation=-1 is not valid"),
     ("data.validation=1", "validation.every=null and data.validation=1 belong together: set both, or neither"),
     ("validation.every=5", "validation.every=5 and data.validation=0 belong together: set both, or neither"),
     ("validation.every=5 data.validation=6", "data.validation=6 must be less than 6, the number of samples"),
-    ("data=folder data.path=HERE/media data.captions=some", "data.captions=some is not valid"),
-    ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
     ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be null, or one or several"),
-    ("data=folder data.path=HERE/media data.fps=0", "data.fps=0 is not valid"),
+    ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
     (
         "data.path=HERE/own_validation data.validation=1 validation.every=5",
         "data.validation=1 must be 0: the data have a validation set (use=validation)",

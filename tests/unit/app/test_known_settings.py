@@ -58,7 +58,6 @@ def test_a_setting_that_was_removed_is_named(name: str, part: str) -> None:
         ("strategy=cp strategy.check_peers=off +optim.amsgrad=true +model.transformer.eps=1 +trainer.x=1", None),
         (f"{TUNING} lora.ranks={{to_q:8}} +sampling.call.height=16 +degrees.by_tokens.64=1 lora=null", None),
         ("optim=adamw_fused launcher=slurm logger=tensorboard", None),
-        *((f"experiment={path.stem}", None) for path in sorted((CONF / "experiment").glob("*.yaml"))),
     ],
 )
 def test_an_unknown_setting_of_train_is_refused_by_name(overrides: str, expected: str | None) -> None:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from lightning_cp.app.runs.recipe import CheckedRun
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.settings.trained import TrainedDenoiser
 from lightning_cp.launch import Machine
-
-CONF = Path(__file__).parents[3] / "conf"
+from tests.unit.app.composed import composed
 
 
 class NoGpu(Machine):
@@ -62,9 +60,9 @@ def root(runs: Path, tmp_path: Path) -> Path:
 
 def check(root: Path, *overrides: str) -> CheckedRun:
     given = [override.replace("ROOT", str(root)) for override in overrides]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("sample", overrides=[f"output_root={root}", f"run_dir={root}/out", *given])
-    return check_sampling(config, NoGpu(cores=2), None)
+    return check_sampling(
+        composed("sample", f"output_root={root}", f"run_dir={root}/out", *given), NoGpu(cores=2), None
+    )
 
 
 @pytest.mark.parametrize(

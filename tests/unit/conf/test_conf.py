@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_cp
 from lightning_cp.app.commands import console
@@ -22,13 +22,14 @@ from lightning_cp.app.commands.console import COMMANDS
 from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.app.sampling.step_cache import enable_cache
+from lightning_cp.app.settings.known import KnownSettings
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.launch import Machine
 from lightning_cp.strategies.mixin import ContextParallelMixin
+from tests.unit.app.composed import CONF, composed
 
-ROOT = Path(__file__).parents[3]
-CONF = ROOT / "conf"
+ROOT = CONF.parent
 
 
 def options(group: str) -> list[str]:
@@ -36,9 +37,7 @@ def options(group: str) -> list[str]:
 
 
 def resolved(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=["run_dir=/runs/here", *overrides])
-    return check_config(config, Machine(cores=2), None).config
+    return check_config(composed("train", "run_dir=/runs/here", *overrides), Machine(cores=2), None).config
 
 
 @pytest.mark.parametrize("name", options("strategy"))
@@ -82,8 +81,7 @@ def test_the_larger_model_is_built() -> None:
 
 @pytest.mark.parametrize("name", options("cache"))
 def test_every_step_cache_is_enabled(name: str) -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        settings = compose("sample", overrides=[f"cache={name}"]).cache
+    settings = composed("sample", f"cache={name}").cache
     transformer: Any = instantiate(resolved().model).transformer
     enable_cache(settings, [transformer], lambda: 500.0)
     assert type(transformer._cache_config).__name__ == settings._target_.rpartition(".")[2]
@@ -115,7 +113,11 @@ def test_every_experiment_begins_with_its_command_and_composes(name: str) -> Non
     settings = " model.pretrained=my-pipeline data.path=latents" if fine_tunes else ""
     assert lines[1] == f"# lightning-cp train experiment={name}{settings}"
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=[f"experiment={name}", "run_dir=/runs/here"])
+        config = compose("train", overrides=[f"experiment={name}", "run_dir=/runs/here"], return_hydra_config=True)
+    known, plain = KnownSettings(CONF, "train", config.hydra.runtime.choices), OmegaConf.to_container(config)
+    assert known.unknown(plain) == []
+    with open_dict(config):
+        del config["hydra"]
     if fine_tunes:
         with pytest.raises(SettingsError, match=r"^model\.pretrained must be given, for example"):
             check_config(config, FourGpus(cores=2), None)
