@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_cp.attention.derivatives import attention_tangents
 from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
+from tests.harness.cases import pairwise
 
 LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}
 MODES = {
@@ -93,46 +95,24 @@ def compare(found: tuple[Tensor, ...], promised: tuple[Tensor, ...]) -> None:
         assert facts[0] == facts[1], f"result {i}"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("kernel", "dtype"), [(k, dtype) for k, dtypes in KERNELS.items() for dtype in dtypes])
-def test_every_kernel_and_dtype(mode: str, kernel: str, dtype: torch.dtype) -> None:
-    check(mode, kernel=kernel, dtype=dtype)
+_KERNELS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "lengths", [pytest.param(x, id=name, marks=[pytest.mark.full] * (name == "even")) for name, x in LENGTHS.items()]
+    ("mode", "lengths", "kv_heads", "mask", "causal", "with_lse"),
+    pairwise(
+        *(MODES, LENGTHS, (8, 4, 2), ("", "key_mask", "query_mask"), (False, True), (True, False)),
+        valid=lambda _, lengths, __, mask, *___: not mask or lengths == "even",  # other ranks' masks are as this one's
+    ),
 )
-@pytest.mark.parametrize("kv_heads", [8, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 2))])
-def test_lengths_and_grouped_queries(mode: str, lengths: tuple[int, ...], kv_heads: int) -> None:
-    check(mode, lengths=lengths, kv_heads=kv_heads)
+def test_lengths_masks_and_grouped_queries(
+    mode: str, lengths: str, kv_heads: int, mask: str, causal: bool, with_lse: bool
+) -> None:
+    given: Any = {"kv_heads": kv_heads, "mask": mask, "causal": causal, "with_lse": with_lse}
+    check(mode, kernel="efficient", lengths=LENGTHS[lengths], wide=not with_lse, **given)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", ["key_mask", "query_mask"])
-@pytest.mark.parametrize("dtype", KERNELS["efficient"])
-def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
-    check(mode, mask=mask, dtype=dtype, kernel="efficient")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("mask", ["", "key_mask"])
-def test_causal(mode: str, lengths: tuple[int, ...], mask: str) -> None:
-    check(mode, causal=True, lengths=lengths, kernel="efficient", mask=mask)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernel", ["flash", "cudnn", "math"])
-def test_causal_without_masks(mode: str, kernel: str) -> None:
-    check(mode, causal=True, lengths=LENGTHS["even"], kernel=kernel)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("with_lse", [True, False])
-def test_accumulation_in_the_inputs_dtype(mode: str, with_lse: bool) -> None:
-    check(mode, wide=False, with_lse=with_lse)
+@pytest.mark.parametrize(("mode", "kernel", "causal"), pairwise(MODES, _KERNELS, (False, True)))
+def test_every_kernel_and_dtype(mode: str, kernel: tuple[str, torch.dtype], causal: bool) -> None:
+    check(mode, kernel=kernel[0], dtype=kernel[1], causal=causal, lengths=LENGTHS["even"])

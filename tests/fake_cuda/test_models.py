@@ -16,6 +16,7 @@ from lightning_cp.engine import apply
 from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.test_attention import MODES
 from tests.fake_cuda.world import CrossingRecorder, fake_cuda, fake_ranks, run_backward
+from tests.harness.cases import full_unless, pairwise
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,17 +83,8 @@ def found_in(steps: Callable[[], None], recorder: CrossingRecorder) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [pytest.param(x, marks=pytest.mark.full) if x in ("ring alltoall", "unified allgather") else x for x in MODES],
-)
-@pytest.mark.parametrize(
-    ("build", "width"),
-    [
-        pytest.param(wan, 10, id="wan-uneven"),
-        pytest.param(wan, 16, id="wan-even", marks=pytest.mark.full),
-        pytest.param(flux, 10, id="flux-uneven", marks=pytest.mark.full),
-        pytest.param(flux, 16, id="flux-even", marks=pytest.mark.full),
-    ],
+    ("mode", "build", "width"),
+    full_unless(lambda _, build, width: (build, width) == (wan, 10), pairwise(MODES, (wan, flux), (10, 16))),
 )
 def test_the_host_waits_for_no_more_than_without_ranks(mode: str, build: Any, width: int) -> None:
     ring, ulysses, rotate_method = MODES[mode]

@@ -20,10 +20,7 @@ _COLUMNS = (
     "capture bf16",
     "oracle bf16",
     "batch bf16",
-    "ring=2",
-    "ring=3",
-    "ulysses=2",
-    "2 × 2",
+    "ranks",
 )
 
 

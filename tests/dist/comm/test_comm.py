@@ -42,7 +42,7 @@ def _rotate(rank: int, world: int) -> list[int]:
     return owners
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_every_rank_sees_every_chunk_and_gets_every_share_of_its_own(run_ranks: RankPool, world: int) -> None:
     expected = [[(rank - step) % world for step in range(world)] for rank in range(world)]
     assert run_ranks(world, _rotate) == expected
@@ -64,7 +64,7 @@ def _swap(rank: int, world: int) -> None:
     assert all_gather_ints([rank, -rank], group=group) == [[r, -r] for r in range(world)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_messages_of_uneven_sizes_reach_their_ranks(run_ranks: RankPool, world: int) -> None:
     run_ranks(world, _swap)
 
@@ -85,6 +85,6 @@ def _flat(rank: int, world: int, sizes: list[int]) -> None:
     assert torch.equal(gathered, expected - rank)
 
 
-@pytest.mark.parametrize("sizes", [[2], [0, 0], [3, 3, 3], [3, 0], [1, 4, 2], [0, 5, 0, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[2], [3, 3, 3], [1, 0, 2]], ids=str)
 def test_every_rank_gets_its_bytes_from_each(run_ranks: RankPool, sizes: list[int]) -> None:
     run_ranks(len(sizes), _flat, sizes)

@@ -32,27 +32,26 @@ _MODES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(lambda world, *_: world == 3, _MODES))
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"), full_unless(lambda *mode: mode in (_MODES[0], _MODES[2]), _MODES)
+)
 def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str) -> None:
     cases = list(islice(problems(ring, ulysses, rotate), 0, None, 11 if world == 3 else 3))
     assert [x for lines in run_ranks(world, check_exact, cases, strict=_STRICT) for x in lines] == []
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("world", "ring", "ulysses"), full_unless(lambda world, *_: world == 3, [(3, 3, 1), (4, 2, 1)])
-)
+@pytest.mark.parametrize(("world", "ring", "ulysses"), [(3, 3, 1), (4, 2, 1)])
 def test_ddp(run_ranks: RankPool, world: int, ring: int, ulysses: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(world, test_fabric_strategy._train, ring, ulysses, folder, init=False, strict=_STRICT)
     assert all(error < 1e-5 for error, _ in found)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    full_unless(lambda world, _: world == 3, [(3, {"ring": 3}), (4, {"ring": 2, "replicate": 2})]),
-)
+@pytest.mark.parametrize(("world", "settings"), [(3, {"ring": 3}), (4, {"ring": 2, "replicate": 2})])
 def test_fsdp2(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
     for found in run_ranks(world, test_sharded._train, settings, init=False, strict=_STRICT):
         assert found["gradient"] < 1e-5
@@ -85,12 +84,10 @@ _PIPELINES: dict[str, tuple[str, int, Any, Any, Any]] = {
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}, {}),
     "experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}, {}),
 }
-_DEFAULT = ("prompts", "patches")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _PIPELINES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", _PIPELINES)
 def test_sampling(run_ranks: RankPool, case: str) -> None:
     name, world, degrees, settings, inputs = _PIPELINES[case]
     for error in run_ranks(world, _sample, name, degrees, settings, inputs, strict=_STRICT):

@@ -37,7 +37,7 @@ from tests.dist.engine.flex_model import (
     with_dense_masks,
 )
 from tests.harness import RankPool
-from tests.harness.cases import full_unless
+from tests.harness.cases import full_unless, in_turn
 from tests.models.flux import flux
 
 _EXACT = 1e-10
@@ -61,23 +61,20 @@ def _check(rank: int, world: int, ulysses: int, way: str, kv_heads: int, kind: s
     return largest
 
 
-CASES = [
-    (world, ulysses, way, kv_heads, kind)
-    for world, ulysses in ((2, 1), (2, 2), (3, 1), (3, 3), (4, 2))
-    for way, kv_heads, kind in (
-        ("flex", 4, "block mask"),
-        ("flex", 2, "sparse mask"),
-        ("compiled", 2, "block mask"),
-        ("lse", 4, "block mask"),
-        ("dispatch", 4, "block mask"),
-    )
-]
-_FEW = {(3, 1, "flex", 4), (4, 2, "flex", 2)}
+_WAYS = (
+    ("flex", 4, "block mask"),
+    ("flex", 2, "sparse mask"),
+    ("compiled", 2, "block mask"),
+    ("lse", 4, "block mask"),
+    ("dispatch", 4, "block mask"),
+)
+_FEW = [(3, 1, *_WAYS[0]), (4, 2, *_WAYS[1])]
+CASES = [*_FEW, *((*ranks, *way) for ranks, way in in_turn([(3, 3), (3, 1)], _WAYS))]
 
 
 @pytest.mark.parametrize(
     ("world", "ulysses", "way", "kv_heads", "kind"),
-    full_unless(lambda world, ulysses, way, kv_heads, kind: (world, ulysses, way, kv_heads) in _FEW, CASES),
+    full_unless(lambda *case: case in _FEW, CASES),
 )
 def test_joint_and_cross_attention_with_block_masks_are_exact(
     run_ranks: RankPool, world: int, ulysses: int, way: str, kv_heads: int, kind: str
@@ -108,6 +105,7 @@ def _compiled(rank: int, world: int, backend: str, hidden: bool) -> tuple[list[i
     return graphs, largest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_compiled_blocks_share_their_graphs_for_several_masks(run_ranks: RankPool, backend: str) -> None:
     for graphs, error in run_ranks(3, _compiled, backend, False):

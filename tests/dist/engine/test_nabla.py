@@ -18,7 +18,8 @@ from lightning_cp.errors import InterceptionError, PeerMismatchError, ShapeError
 from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from tests.dist.compare import nothing_narrowed
 from tests.harness import RankPool
-from tests.harness.cases import full_unless
+from tests.harness.cases import full_unless, in_turn
+from tests.models.kandinsky import kandinsky5_nabla
 from tests.models.modes import MODES
 from tests.models.tiny import dense_flex_attention
 from tests.models.videos import kandinsky5_nabla
@@ -46,14 +47,8 @@ def _check(rank: int, world: int, mode: str, shape: tuple[int, int]) -> tuple[st
     return "" if found.passed else str(found), tables
 
 
-CASES = [
-    (world, mode, shape)
-    for world, mode in (
-        *((2, "ring"), (2, "ulysses"), (3, "ring"), (3, "rotation"), (3, "ulysses")),
-        *((3, "replay"), (4, "unified")),
-    )
-    for shape in ((1, 5), (2, 2))
-]
+_MODES = ((3, "ring"), (4, "unified"), (3, "rotation"), (3, "ulysses"), (3, "replay"))
+CASES = [(*mode, shape) for mode, shape in in_turn(_MODES, ((1, 5), (2, 2)))]
 
 
 @pytest.mark.parametrize(

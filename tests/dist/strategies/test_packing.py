@@ -143,17 +143,17 @@ def _compare(rank: int, world: int, ring: int, ulysses: int, shares: list[int] |
 
 
 _CASES = [
-    *((1, 1, 1, None, balanced) for balanced in (False, True)),
-    *((2, 2, 1, None, balanced) for balanced in (False, True)),
-    *((3, 3, 1, shares, balanced) for shares in (None, [1, 3, 2]) for balanced in (False, True)),
-    *((2, 1, 2, None, balanced) for balanced in (False, True)),
-    *((4, 2, 2, None, balanced) for balanced in (False, True)),
+    (3, 3, 1, None, True),
+    (4, 2, 2, None, False),
+    (1, 1, 1, None, True),
+    (3, 3, 1, [1, 3, 2], True),
+    (2, 1, 2, None, True),
 ]
 
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "shares", "balanced"),
-    full_unless(lambda *case: case in ((3, 3, 1, None, True), (4, 2, 2, None, False)), _CASES),
+    full_unless(lambda *case: case in _CASES[:2], _CASES),
 )
 def test_a_row_gives_the_loss_and_gradients_of_its_samples_alone(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, shares: list[int] | None, balanced: bool
@@ -199,7 +199,7 @@ def _train(rank: int, world: int, ring: int, balanced: bool) -> float:
 
 @pytest.mark.parametrize(
     ("world", "ring", "balanced"),
-    full_unless(lambda *case: case == (3, 3, False), [(2, 2, True), (3, 3, False), (3, 3, True), (4, 2, False)]),
+    full_unless(lambda *case: case == (3, 3, False), [(3, 3, False), (4, 2, True)]),
 )
 def test_the_trainer_trains_on_rows_like_on_the_samples(
     run_ranks: RankPool, world: int, ring: int, balanced: bool
@@ -237,9 +237,8 @@ def _transformer(rank: int, world: int) -> float:
     return float(max(errors))
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_transformer_with_a_time_for_each_token_takes_a_row_of_samples(run_ranks: RankPool, world: int) -> None:
-    assert max(run_ranks(world, _transformer)) < 1e-12
+def test_a_transformer_with_a_time_for_each_token_takes_a_row_of_samples(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _transformer)) < 1e-12
 
 
 def _refusals(rank: int, world: int) -> list[str]:

@@ -14,9 +14,9 @@ from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
 from tests.dist.plain import Plain
 from tests.dist.strategies.test_initial_weights import BY_PLAN, STRATEGIES, inputs
 from tests.harness import RankPool
+from tests.harness.cases import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-full = pytest.mark.full
 STEPS = 5
 
 
@@ -111,19 +111,23 @@ def _fabric(rank: int, world: int, kind: str, how: str, ring: int) -> float:
 
 
 CASES = [
-    pytest.param(runner, world, ring, kind, how, marks=() if (runner, world, kind, how) in DEFAULT else full)
-    for DEFAULT in [{(_trainer, 2, "cp", "requires_grad")}]
-    for runner in (_trainer, _fabric)
-    for world, ring in ((2, 2), (3, 3), (4, 2))
-    for kind in ("cp", "cp_fsdp")
-    for how in ("plain", "requires_grad", "toggle", "frozen")
-    if not (runner is _fabric and how == "toggle")
+    (_trainer, (2, 2), "cp", "requires_grad"),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in pairwise(
+            (_trainer, _fabric),
+            ((3, 3), (4, 2)),
+            ("cp", "cp_fsdp"),
+            ("plain", "requires_grad", "toggle", "frozen"),
+            valid=lambda runner, *case: runner is _trainer or "toggle" not in case,
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("runner", "world", "ring", "kind", "how"), CASES)
+@pytest.mark.parametrize(("runner", "ranks", "kind", "how"), CASES)
 def test_transformers_that_take_turns_train_as_in_one_process(
-    runner: Any, world: int, ring: int, kind: str, how: str, run_ranks: RankPool
+    runner: Any, ranks: tuple[int, int], kind: str, how: str, run_ranks: RankPool
 ) -> None:
-    for found in run_ranks(world, runner, kind, how, ring, init=False):
+    for found in run_ranks(ranks[0], runner, kind, how, ranks[1], init=False):
         assert found < 1e-5

@@ -23,6 +23,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.plans import registered_plan
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
+from tests.harness.cases import pairwise
 from tests.models import TINY
 
 _EXACT = 1e-9
@@ -147,13 +148,10 @@ _FOLLOWED = [name for name in _CHANGES if "processor" in name or name == "append
 
 
 def _trials() -> Iterator[Any]:
-    for i, name in enumerate(_MODELS):
-        for mode in ("ring", "ulysses"):
-            for k, change in enumerate(_FOLLOWED):
-                if name == "sd3" and change == "appended":
-                    continue  # its last block returns no text, so it must stay the last
-                is_quick = mode == "ring" and k == i % len(_FOLLOWED)
-                yield pytest.param(name, mode, change, marks=[] if is_quick else pytest.mark.full)
+    # sd3's last block returns no text, so it must stay the last
+    cases = pairwise(_MODELS, _FOLLOWED, ("ring", "ulysses"), valid=lambda *case: case[:2] != ("sd3", "appended"))
+    for i, (name, change, mode) in enumerate(cases):
+        yield pytest.param(name, mode, change, marks=[] if i < len(_FOLLOWED) else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("name", "mode", "change"), list(_trials()))

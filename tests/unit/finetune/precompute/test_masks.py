@@ -18,6 +18,7 @@ from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES
 from tests.unit.finetune.media.encode import write_video
 from tests.unit.finetune.precompute.made import PICTURES, encoded, pipeline, pixels
+from tests.unit.finetune.precompute.test_encode import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,9 +50,7 @@ def _mask(folder: Path, case: str, name: str = "a") -> None:
     Image.fromarray(mask).save(folder / f"{name}.mask.png")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "cogvideox" else pytest.param(case, marks=pytest.mark.full) for case in CASES]
-)
+@pytest.mark.parametrize("case", ["cogvideox", *(pytest.param(case, marks=pytest.mark.full) for case in KINDS)])
 def test_the_loss_has_the_mask_of_the_picture(case: str, tmp_path: Path) -> None:
     pipe, data = pipeline(tmp_path / "pipe", case), tmp_path / "data"
     for seed, name in enumerate("ab"):
