@@ -92,7 +92,8 @@ def _of_ranks(rank: int, world: int, name: str, mode: str, samples: int, backend
     return _counts(counter, name, samples, lambda arguments: outcome(reference, arguments), step, texts)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "flux" else FULL) for x in MODELS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
 def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> None:
     ((graphs, error),) = run_ranks(1, _of_ranks, name, "ring", 2, "eager")
     kinds = MODELS[name][1]
@@ -103,15 +104,10 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("world", "name", "mode", "samples", "backend"),
     [
-        pytest.param(2, "flux", "ring", 1, "eager", marks=FULL),
         (3, "wan", "ring", 1, "eager"),
         pytest.param(3, "wan", "whole", 2, "eager", marks=FULL),
-        pytest.param(3, "wan", "rotation", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "wan", "replay", 1, "aot_eager", marks=FULL),
         pytest.param(3, "wan", "selective", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "ulysses", 1, "aot_eager", marks=FULL),
         pytest.param(3, "qwen_image", "replay", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "whole", 1, "aot_eager", marks=FULL),
         pytest.param(4, "flux", "unified", 2, "aot_eager", marks=FULL),
         pytest.param(2, "wan", "ring", 2, "inductor", marks=FULL),
     ],
@@ -133,9 +129,6 @@ def test_blocks_of_a_kind_share_one_graph_for_each_length(
     ("world", "name", "mode", "samples", "backend"),
     [
         (3, "qwen_image", "ring", 1, "eager"),  # 7 tokens are not split evenly
-        pytest.param(3, "qwen_image", "ulysses", 1, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "rotation", 1, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "replay", 1, "aot_eager", marks=FULL),
         pytest.param(3, "qwen_image", "selective", 1, "aot_eager", marks=FULL),
         pytest.param(2, "qwen_image", "ring", 1, "inductor", marks=FULL),
     ],
@@ -251,6 +244,7 @@ def test_aotinductor_compiles_an_exported_model(run_ranks: RankPool, tmp_path: P
         assert error < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copied", [True, pytest.param(False, marks=FULL)])
 def test_a_model_that_has_not_run_is_exported(run_ranks: RankPool, copied: bool) -> None:
     for error in run_ranks(3, _exported, copied):

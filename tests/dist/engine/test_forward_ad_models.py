@@ -69,6 +69,7 @@ def _models(rank: int, world: int, mode: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "mode"), [*_TRIALS, *(pytest.param(*trial, marks=pytest.mark.full) for trial in _MORE_TRIALS)]
 )

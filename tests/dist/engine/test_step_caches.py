@@ -17,6 +17,7 @@ from lightning_cp.pipelines import cfg_merge, cfg_rows, cfg_split, sampling_rank
 from tests.dist.compare import of_first_rank
 from tests.dist.step_caches import STEPS, Clock, config, loop, shorter
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.models.modes import MODES
 
 CONTEXTS = ("cond", "uncond")
@@ -84,16 +85,13 @@ _DEFAULT = [
     ("nucleus_moe", "text", "ring", 3),
 ]
 _FULL = [
-    *((name, "first_block", mode, 3) for name in FIRST_BLOCK for mode in ("ring", "ulysses")),
-    *((name, "first_block", mode, n) for name in ("wan", "flux") for mode in ("ring", "ulysses") for n in (2, 4)),
-    *((name, cache, "unified", 4) for name in ("wan", "flux") for cache in ("first_block", "mag", "taylorseer")),
+    *((name, "first_block", mode, 3) for name, mode in in_turn(FIRST_BLOCK, ("ulysses", "ring"))),
+    *(("wan", cache, "unified", 4) for cache in ("broadcast", "faster", "sea", "mag", "taylorseer")),
     *(("flux", cache, "ring", 3) for cache in ("broadcast", "taylorseer", "taylorseer_lite")),
-    *(("wan", cache, mode, 4) for cache in ("broadcast", "faster", "sea") for mode in ("ring", "unified")),
     ("flux2", "mag", "ring", 3),
     ("kandinsky5", "mag", "ring", 3),
     ("hunyuan_video", "mag", "ulysses", 3),
     ("motif_video_without_mask", "first_block", "ring", 3),
-    ("wan", "taylorseer_lite", "ring", 3),
 ]
 
 
@@ -103,7 +101,7 @@ _LONG = [
     ("cosmos3", "sea", "ulysses", 3),
     ("wan", "broadcast", "ulysses", 3),
 ]
-_BEFORE_AND_AFTER = [(trial, before) for trial in dict.fromkeys([*_DEFAULT, *_FULL]) for before in (False, True)]
+_BEFORE_AND_AFTER = in_turn(dict.fromkeys([*_DEFAULT, *_FULL]), (False, True))
 
 
 def _marks(trial: tuple[str, str, str, int], *, before: bool) -> tuple[pytest.MarkDecorator, ...]:

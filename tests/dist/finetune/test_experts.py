@@ -130,8 +130,8 @@ def _train(rank: int, world: int, kind: type, degrees: dict[str, int], lora: boo
     ("world", "kind", "degrees", "lora", "micro"),
     [
         (3, CP, {"ring": 3}, False, None),
-        (2, FSDP, {"ring": 2}, True, None),
-        (2, CP, {"ring": 2}, True, 1),
+        pytest.param(2, FSDP, {"ring": 2}, True, None, marks=full),
+        pytest.param(2, CP, {"ring": 2}, True, 1, marks=full),
         pytest.param(2, CP, {"ulysses": 2}, False, None, marks=full),
         pytest.param(2, CP, {"ring": 1}, False, None, marks=full),
         pytest.param(4, CP, {"ring": 2}, False, None, marks=full),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
 from tests.families.cases import CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.pipelines import table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,9 +56,7 @@ def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -
     return proof.error, proof.found
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses"), [(3, 1), (1, 2), *(pytest.param(*x, marks=pytest.mark.full) for x in ((2, 1), (2, 2)))]
-)
+@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 2)])
 def test_loss_and_gradients_are_those_of_one_process(
     ring: int, ulysses: int, flux: Prepared, run_ranks: RankPool
 ) -> None:
@@ -64,23 +64,16 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert found[0] < 1e-12, found
 
 
-DEGREES = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}
-FIRST = {case.pipe: name for name, case in reversed(CASES.items())}.values()  # one case of each pipeline
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("case", "mode"), [*((case, mode) for case in CASES for mode in DEGREES), *((case, "2 × 2") for case in FIRST)]
-)
-def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> None:
+@pytest.mark.parametrize(("case", "degrees"), in_turn(CASES, [(3, 1), (1, 2), (2, 2)]))
+def test_topology_of_every_family(case: str, degrees: tuple[int, int], run_ranks: RankPool) -> None:
     torch.manual_seed(0)
     pipe = made(case)
     family = family_for(pipe)
     model = copy.deepcopy(training_models(pipe, family)[0]).double().train()
     given = model, family.name, family.facts, store(family, pipe, CASES[case].captions[:2], media(case))
-    ring, ulysses = DEGREES.get(mode, (2, 2))
-    (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
-    record(family.name, type(pipe).__name__, case, mode, found[0])
+    (found,) = set(run_ranks(math.prod(degrees), _topology, given, *degrees, timeout_s=120))
+    record(family.name, type(pipe).__name__, case, "ranks", found[0])
     assert found[0] < 1e-12, found
 
 
@@ -117,13 +110,11 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        pytest.param(ContextParallelStrategy, {"ring": 2}, marks=pytest.mark.full),
-        pytest.param(ContextParallelStrategy, {"ring": 3}, marks=pytest.mark.full),
         pytest.param(ContextParallelStrategy, {"ulysses": 2}, marks=pytest.mark.full),
         (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),
         (ContextParallelFSDPStrategy, {"ring": 2}),
     ],
-    ids=["ring2", "ring3", "ulysses2", "unified", "cp_fsdp"],
+    ids=["ulysses2", "unified", "cp_fsdp"],
 )
 def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[str, int], run_ranks: RankPool) -> None:
     given = prepared("wan", "wan", (5, 32, 48), number=4)
@@ -161,6 +152,7 @@ def _wrong_topology(rank: int, world: int, given: Prepared, mistake: str) -> tup
     return proof.passed, proof.found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", [pytest.param("prediction", marks=pytest.mark.full), "gradient"])
 def test_the_topology_proof_finds_ranks_that_differ(mistake: str, flux: Prepared, run_ranks: RankPool) -> None:
     ((passed, found),) = set(run_ranks(3, _wrong_topology, flux, mistake))

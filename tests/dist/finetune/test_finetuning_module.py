@@ -122,6 +122,7 @@ def test_losses_equal_one_process(
         assert found["batches"] == STEPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "name"),
     [(3, "cp3"), pytest.param(1, "alone1", marks=pytest.mark.full), pytest.param(3, "fsdp3", marks=pytest.mark.full)],

@@ -146,7 +146,7 @@ DEGREES = {"ring": 2, "ulysses": 2, "degrees": {12: 1, 36: 2}}
     [
         pytest.param(3, CP, {}, {}, id="data 3", marks=full),
         pytest.param(3, FSDP, {}, {}, id="sharded, data 3"),
-        pytest.param(4, CP, {"ring": 2}, {}, id="data 2 x ring 2"),
+        pytest.param(4, CP, {"ring": 2}, {}, id="data 2 x ring 2", marks=full),
         pytest.param(2, CP, {"ulysses": 2}, {}, id="ulysses 2", marks=full),
         pytest.param(2, CP, {}, {"loader": {"micro_batch_size": 1}}, id="data 2, micro-batches", marks=full),
         pytest.param(2, CP, {}, {"loader": {"num_workers": 2}}, id="data 2, workers", marks=full),

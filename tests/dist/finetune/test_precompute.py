@@ -125,6 +125,7 @@ def test_an_error_on_one_rank_ends_all_with_that_error(
     assert max(slow for _, _, slow in found) < count // world - 1, found
 
 
+@pytest.mark.full
 def test_an_error_in_a_group_ends_both_of_its_ranks(wan: Path, tmp_path: Path, run_ranks: RankPool) -> None:
     data = clips(tmp_path / "data", 4)
     (data / "a_bad.mp4").write_bytes(b"x")

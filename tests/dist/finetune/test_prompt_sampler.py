@@ -69,6 +69,7 @@ def _fit(rank: int, world: int, made: Path, strategy: str, folder: Path | None) 
     return losses.losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [(3, "cp"), pytest.param(4, "cp", marks=pytest.mark.full), pytest.param(4, "cp_fsdp", marks=pytest.mark.full)],

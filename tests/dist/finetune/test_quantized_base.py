@@ -19,6 +19,7 @@ from lightning_cp.finetune.quantize import QuantizedLinear, quantize_base
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.dist.lightning_ranks import fabric_of, whole
 from tests.harness import RankPool
+from tests.harness.cases import pairwise
 from tests.pretrained import inputs, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,11 +83,10 @@ def _train(
         ("wan", "nf4", FSDP, {"ring": 3}),
         ("flux", "fp8", CP, {"ring": 2}),
         *(
-            pytest.param(name, weights, kind, settings, marks=pytest.mark.full)
-            for name in ("wan", "flux")
-            for weights in ("int8", "fp8", "nf4")
-            for kind in (CP, FSDP)
-            for settings in ({"ring": 2}, {"ring": 3}, {"ulysses": 2, "ring": 2})
+            pytest.param(
+                name, weights, kind, {"ring": 3} if world == 3 else {"ulysses": 2, "ring": 2}, marks=pytest.mark.full
+            )
+            for name, weights, kind, world in pairwise(("wan", "flux"), ("int8", "fp8", "nf4"), (CP, FSDP), (3, 4))
         ),
         pytest.param("wan", "nf4", FSDP, {"ring": 2, "replicate": 2}, marks=pytest.mark.full),
         pytest.param("flux", "nf4", FSDP, {"ring": 2, "reshard_after_forward": False}, marks=pytest.mark.full),

@@ -164,6 +164,7 @@ def _resumed(rank: int, world: int, folder: str, kind: str) -> float:
     return max((float((straight[name] - resumed[name]).abs().max()) for name in straight), default=0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param("cp", marks=pytest.mark.full), "cp_fsdp"])
 def test_the_callbacks_average_is_saved_and_goes_on(run_ranks: RankPool, tmp_path: Path, kind: str) -> None:
     assert max(run_ranks(2, _resumed, str(tmp_path), kind, init=False)) < 1e-6

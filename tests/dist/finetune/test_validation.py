@@ -119,10 +119,7 @@ TOPOLOGIES = {
 
 @pytest.mark.parametrize(
     "topology",
-    [
-        pytest.param(name, marks=[pytest.mark.full] * (name not in ("ring3", "cp_fsdp_data2_ring2")))
-        for name in TOPOLOGIES
-    ],
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "cp_fsdp_data2_ring2")) for name in TOPOLOGIES],
 )
 def test_the_losses_are_those_of_one_process(topology: str, flux: Given, alone: Losses, run_ranks: RankPool) -> None:
     world, strategy = TOPOLOGIES[topology]
@@ -180,6 +177,7 @@ def _fit(rank: int, world: int, given: Given, strategy: Any, validates: bool) ->
     return module.losses, flat(module.transformer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [

@@ -306,6 +306,7 @@ def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, l
     return _distance(flat(model, gradients=True), expected), layers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "outside", "layers"),
     [

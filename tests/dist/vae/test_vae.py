@@ -24,6 +24,7 @@ from lightning_cp.vae.tiles import owners
 from tests import features
 from tests.dist.vaes import ALL, QUICK, make_vae
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 
 
 def _run(vae: Any, name: str, way: str) -> Tensor:
@@ -174,8 +175,7 @@ def test_halos_of_convolutions_in_chunks_of_frames(run_ranks: RankPool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "world"), in_turn(ALL, (3, 4, 2)))
 def test_every_class_at_every_number_of_ranks(run_ranks: RankPool, name: str, world: int) -> None:
     for mode in ALL[name].modes.split():
         for dtype in (torch.float32, torch.float64):
@@ -192,8 +192,7 @@ def _low_precision(rank: int, world: int, name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(QUICK, (torch.bfloat16, torch.float16)))
 def test_halos_are_as_exact_as_one_rank_in_half_precision(run_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
     run_ranks(3, _low_precision, name, dtype)
 

@@ -52,6 +52,7 @@ def losses_of(runs: list[Path]) -> list[float]:
     return sorted(read_metrics(run / "metrics.csv")[0].loss - 1 for run in runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_runs_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_path: Path) -> None:
     with ExitStack() as stack:

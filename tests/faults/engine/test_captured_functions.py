@@ -119,6 +119,7 @@ def _followed(world: int, whole: bool) -> tuple[float, float]:
     return errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["blocks", "whole"])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_captured_functions_are_followed_in_compiled_code(run_ranks: RankPool, world: int, whole: bool) -> None:

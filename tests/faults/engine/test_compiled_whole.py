@@ -65,13 +65,10 @@ _FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mode", "backend", "replay"),
     [
-        pytest.param("wan", "ring", "eager", False, marks=_FULL),
-        pytest.param("wan", "ring", "aot_eager", False, marks=_FULL),
+        ("wan", "ring", "eager", False),
         pytest.param("wan", "ulysses", "inductor", False, marks=_FULL),
         pytest.param("wan", "ring", "aot_eager", True, marks=_FULL),
-        pytest.param("flux", "ulysses", "aot_eager", False, marks=_FULL),
         pytest.param("flux", "ring", "inductor", True, marks=_FULL),
-        pytest.param("sd3", "ring", "eager", False, marks=_FULL),
         pytest.param("qwen_image", "ulysses", "eager", False, marks=_FULL),
         pytest.param("hunyuan_video", "ring", "eager", False, marks=_FULL),
         pytest.param("ltx", "ring", "eager", False, marks=_FULL),  # of a class that diffusers allows in graphs as it is
@@ -149,6 +146,7 @@ def _numbers(rank: int, world: int, backend: str) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=_FULL)])
 def test_compiled_forwards_compare_numbers_and_strings(run_ranks: RankPool, backend: str) -> None:
     for said in run_ranks(3, _numbers, backend, timeout_s=300):

@@ -71,6 +71,7 @@ def _ended(process: subprocess.Popen[str], after_s: float | None) -> int:
     return code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_a_killed_run_loses_and_doubles_nothing(kills: int, tmp_path: Path) -> None:
     count = 30 if kills == 3 else 400

@@ -100,6 +100,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_a_rank_ends_after_the_agent_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(ORPHAN, encoding="utf-8")

@@ -32,6 +32,7 @@ def _runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "MEASUREMENTS", runner.MEASUREMENTS)
 
 
+@pytest.mark.full
 def test_a_crash_ends_one_measurement_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "crash").touch()
     results = run(tmp_path)
