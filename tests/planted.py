@@ -111,7 +111,7 @@ FAULTS = (
         "unit/checkpoint faults/checkpoint",
     ),
     Fault("checkpoint/manifest.py", "if version != FORMAT:", "if False:", "unit/checkpoint faults/checkpoint"),
-    Fault("comm/agree.py", "if text is not None:", "if False:", "dist/comm/test_comm.py dist/engine/test_peers.py"),
+    Fault("comm/agree.py", "if text is not None:", "if False:", "dist/pipelines/test_prompts.py"),
     Fault("launch/cause.py", "exit_code=128 - code", "exit_code=0", "unit/launch faults/launch"),
 )
 
