@@ -6,14 +6,15 @@ fails before any slow import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-RotateMethod = Literal["allgather", "alltoall"]
-ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
+RotateMethod = Literal["allgather", "alltoall", "grid"]
+ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall", "grid")
 # Names of the kernels in `kernels/choice.py`, in order of preference.
 KERNEL_NAMES: tuple[str, ...] = (
     "auto",
@@ -36,21 +37,25 @@ _NOT_FOR_DIFFUSERS = (
 class ContextParallelConfig:
     """Settings for sharding a sample's tokens over ranks and exchanging K/V in attention.
 
-    Field names, defaults and meaning are those of `diffusers.ContextParallelConfig`.
+    Field names, defaults and meaning are those of `diffusers.ContextParallelConfig`, which has no "grid".
 
     Args:
         ring_degree: number of ranks in a ring, which pass K/V around; None: the size in `mesh`, or 1.
         ulysses_degree: number of ranks that exchange tokens for heads; None: the size in `mesh`, or 1.
         convert_to_fp32: merge partial results in float32 (float64 stays float64); False: in the inputs' dtype.
         rotate_method: "allgather" fetches the K/V of all ranks, a slice of heads at a time; "alltoall" passes them from
-            neighbour to neighbour and never holds more than two remote chunks. Results and gradients are the same.
+            neighbour to neighbour and never holds more than two remote chunks; "grid" arranges the ring's ranks in rows
+            and columns, gathers queries along rows and K/V along columns, and sends the fewest bytes of the three for 4
+            ranks or more. Results and gradients are the same.
         mesh: a DeviceMesh with axes `ring` before `ulysses`; it may have other axes.
         ulysses_anything: no effect, accepted for diffusers: uneven lengths and heads always work.
         ring_anything: no effect, see `ulysses_anything`.
+        grid: (rows, columns) of "grid", their product is the ring degree; None: those with the fewest bytes. A prime
+            ring degree has only one column, which is "allgather".
 
     Raises:
-        ValueError: a degree is below 1, `rotate_method` is unknown, or the mesh lacks an axis, has the axes in the
-            wrong order or contradicts a degree.
+        ValueError: a degree is below 1, `rotate_method` is unknown, `grid` does not fit, or the mesh lacks an axis, has
+            the axes in the wrong order or contradicts a degree.
         TypeError: an argument has a wrong type.
     """
 
@@ -61,6 +66,7 @@ class ContextParallelConfig:
     mesh: DeviceMesh | None = None
     ulysses_anything: bool = False
     ring_anything: bool = False
+    grid: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
@@ -78,6 +84,14 @@ class ContextParallelConfig:
                     f"use {name}={axes[axis]}, or leave {name} out"
                 )
             object.__setattr__(self, name, degree)
+        object.__setattr__(self, "grid", check_grid(self.grid, self.ring, self.rotate_method))
+
+    @property
+    def grid_shape(self) -> tuple[int, int]:
+        """(rows, columns) in which the ranks of a ring stand; one column unless `rotate_method` is "grid"."""
+        if self.rotate_method != "grid":
+            return (self.ring, 1)
+        return self.grid or default_grid(self.ring)
 
     @property
     def ring(self) -> int:
@@ -142,7 +156,7 @@ def context_config(config: object) -> ContextParallelConfig:
             raise ValueError("parallel_config.context_parallel_config is None: set it to a ContextParallelConfig")
         return context_config(inner)
     if is_diffusers and kind.__name__ == "ContextParallelConfig":
-        values = {field.name: getattr(config, field.name) for field in fields(ContextParallelConfig)}
+        values = {x.name: getattr(config, x.name) for x in fields(ContextParallelConfig) if hasattr(config, x.name)}
         if values["mesh"] is not None:  # diffusers sets omitted degrees to 1; take them from the mesh
             for axis, size in _mesh_axes(values["mesh"]).items():
                 if values.get(f"{axis}_degree") == 1:
@@ -163,6 +177,39 @@ def check_degree(name: str, value: object, *, default: int) -> int:
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
     return value
+
+
+def check_grid(grid: object, ring: int, rotate_method: str) -> tuple[int, int] | None:
+    """Return the setting `grid` as a tuple; None if it is not set. Raises: TypeError, ValueError."""
+    if grid is None:
+        return None
+    shape = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else ()
+    if len(shape) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in shape):
+        raise TypeError(f"grid={grid!r} must be (rows, columns), two whole numbers, or None")
+    if rotate_method != "grid":
+        raise ValueError(f"grid={shape} needs rotate_method='grid', not {rotate_method!r}: set it, or leave grid out")
+    if shape not in grids(ring):
+        raise ValueError(
+            f"grid={shape} must be (rows, columns) with rows x columns = ring={ring}: one of "
+            f"{', '.join(map(str, grids(ring)))}, or None"
+        )
+    return shape
+
+
+def grids(ring: int) -> list[tuple[int, int]]:
+    """List the grids (rows, columns) of a ring's ranks."""
+    return [(ring // columns, columns) for columns in range(1, ring + 1) if not ring % columns]
+
+
+def default_grid(ring: int) -> tuple[int, int]:
+    """Return the grid with the fewest bytes, for equal heads of queries and keys.
+
+    Forward and backward move 5 tensors of a chunk's size to each other rank of the row (queries twice, out, and the
+    gradients of out and of queries), and 6 to each of the column (keys and values twice, and their gradients). A prime
+    degree has only one column.
+    """
+    candidates = [x for x in grids(ring) if x[0] > 1] or [(1, 1)]
+    return min(candidates, key=lambda x: (5 * (x[1] - 1) + 6 * (x[0] - 1), x))
 
 
 def _mesh_axes(mesh: object) -> dict[str, int]:

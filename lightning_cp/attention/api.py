@@ -111,9 +111,13 @@ def context_parallel_attention(
         backward, for c slices of heads, each with about 4 MB (CPU) or 64 MB (CUDA) of gathered K and V.
         Ulysses of n: forward b s (2 h + 2 g) d e (n - 1) / n, in 2 exchanges; backward the same. lse (with return_lse,
         and in backward if it was used) adds b s h max(e, 4) (n - 1) / n. A KV head that m ranks use counts m times.
+        Grid of r rows, m columns ("grid"): in the column as "allgather" with n = r. In the row, with p = h max(e, 4),
+        forward (m - 1) b s (2 h d e + p) in 1 + c exchanges; backward (m - 1) b s (3 h d e + 2 p) in 2, and with the
+        gradient of lse 3 p. Each tensor of a token is padded to 16 bytes.
         Unified r x u: the Ulysses bytes with n = u, plus the ring bytes with n = r, u s tokens and g / u KV heads.
         Masks: a mask of the local keys is sent with K and V around the ring, in forward and backward ("allgather"
-        mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
+        mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses, and
+        in forward and backward by a grid: to each other rank of the row the part for the keys of its column.
         With block_mask a rank sends each other rank of the ring only the keys of blocks that are not empty for that
         rank, in c exchanges with all ranks; "alltoall" mode rotates chunks if these keys would take more than two.
         "alltoall" mode pads every tensor to 16 bytes. Without lengths, with block_mask, and in the first call of a

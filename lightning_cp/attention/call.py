@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import assign_heads, head_shares
-from lightning_cp.attention.keys import Ring
+from lightning_cp.attention.keys import Ring, Row
 from lightning_cp.attention.sparse.local import LocalMask
 from lightning_cp.attention.sparse.mask import SparseMask
 from lightning_cp.attention.ulysses import Ulysses
@@ -192,7 +192,8 @@ def exchange_lengths(
     lengths = _lengths_of(query, key, sizes)
     if sparse is not None:
         sparse.check_shapes(q.shape[0], q.shape[2], sum(lengths.query), sum(lengths.key))
-    if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
+    is_uneven = lengths.query != lengths.key or groups.row is not None
+    if settings.causal and mask is None and is_uneven:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
 
@@ -242,7 +243,7 @@ def _compare_calls(
         check()
         scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
-        layout = (groups.shares, groups.context_shape, settings.rotate_method)
+        layout = (groups.shares, groups.context_shape, groups.columns, settings.rotate_method)
         shape += [zlib.crc32(repr(layout).encode()), given]
         shape += [-1 if sparse is None else sparse.checksum]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
@@ -268,8 +269,8 @@ def _compare_calls(
         listing = "; ".join(f"rank {rank}: {other[5:-1]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, degrees and rotate_method, "
-            f"of the lengths given): {listing}"
+            "heads, head size, key heads, dtype, causal, bits of scale, checksum of shares, grid, degrees and "
+            f"rotate_method, of the lengths given): {listing}"
         )
     return signatures
 
@@ -302,22 +303,28 @@ def ring_of(
 ) -> Ring:
     """Return the ring settings of a call. A chunk of the ring is all tokens of one Ulysses group.
 
+    On a grid, the ring is this rank's column.
+
     Args: heads, device: this rank's query heads, and the device of attention, for the mask `sparse`.
     """
-    rings, ulysses = groups.context_shape
+    ulysses, columns = groups.context_shape[1], groups.columns
+    row, column = divmod(groups.ring_rank, columns)
 
-    def chunk_lengths(local: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sum(local[i * ulysses : (i + 1) * ulysses]) for i in range(rings))
+    def chunks(local: tuple[int, ...], size: int = ulysses) -> tuple[int, ...]:
+        return tuple(sum(local[i : i + size]) for i in range(0, len(local), size))
 
-    starts, mask = [0, *accumulate(chunk_lengths(lengths.query))], None
+    queries, keys = chunks(lengths.query), chunks(lengths.key)
+    rows, ends = chunks(queries, columns), [*accumulate(keys)]
+    places = [range(end - length, end) for end, length in zip(ends, keys, strict=True)]
+    mask = None
     if sparse is not None:
         assert device is not None, "masks are evaluated for a device"
-        chunks = chunk_lengths(lengths.query), chunk_lengths(lengths.key)
-        mask = LocalMask(sparse, *chunks, rank=groups.ring_rank, heads=heads, device=device)
+        of_column = slice(column, None, columns)
+        mask = LocalMask(sparse, rows, keys, rank=row, heads=heads, device=device, column=of_column)
     return Ring(
-        group=groups.ring,
-        q_start=starts[groups.ring_rank],
-        kv_lengths=chunk_lengths(lengths.key),
+        group=groups.ring if columns == 1 else groups.column,
+        q_start=sum(rows[:row]),
+        kv_lengths=keys[column::columns],
         mask_kind=lengths.mask_kind if mask is None else "query_mask",
         causal=settings.causal,
         scale=settings.scale,
@@ -325,7 +332,21 @@ def ring_of(
         rotate_method=settings.rotate_method,
         accumulate_fp32=settings.accumulate_fp32,
         sparse=mask,
+        row=_row_of(lengths, queries, places, groups=groups),
+        kv_starts=() if columns == 1 else tuple(x.start for x in places[column::columns]),
     )
+
+
+def _row_of(lengths: Lengths, queries: tuple[int, ...], keys: list[range], *, groups: MeshGroups) -> Row | None:
+    """Return the settings of a row of a grid. Args: queries, keys: number and positions on each rank of the ring."""
+    if groups.row is None:
+        return None
+    columns, ulysses = groups.columns, groups.context_shape[1]
+    first = groups.ring_rank // columns * columns
+    of_row = slice(first, first + columns)
+    mask_queries = lengths.mask_query_sizes if ulysses == 1 else queries  # Ulysses expands masks to all queries
+    by_column = tuple(tuple(keys[column::columns]) for column in range(columns))
+    return Row(groups.row, queries[of_row], mask_queries[of_row], by_column)
 
 
 def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Ulysses | None:

@@ -30,7 +30,8 @@ SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 class KeyPiece(NamedTuple):
     """Keys of one kernel call. K and V: [b, sk, heads, d].
 
-    Attributes: start: global position of the first key; negative: the keys that a sparse mask needs of other ranks.
+    Attributes: start: place of the first key among the ring's; negative: the keys that a sparse mask needs of other
+        ranks.
     """
 
     start: int
@@ -64,10 +65,11 @@ def gathered_keys(
     of_all = _mask_of_all(mask, ring)
     if ring.sparse is not None:
         own, needs = ring.keys_of(ring.rank).start, ring.sparse.needs
-        for heads, wait in needed_keys(k, v, _slices(q, k, needs.largest), needs, group=ring.process_group):
+        slices = _slices(q, k, needs.largest if ring.row is None else ring.most_keys)
+        for heads, wait in needed_keys(k, v, slices, needs, group=ring.process_group):
             yield heads, _own_and_needed(_Slice(of_all, heads), own, k[:, :, heads.key], v[:, :, heads.key], wait)
         return
-    slices, total = _slices(q, k, sum(ring.kv_lengths)), sum(ring.kv_lengths)
+    slices, total = _slices(q, k, ring.most_keys), sum(ring.kv_lengths)
     largest = max(heads.num_keys for heads in slices)
     buffers = [BUFFERS.take(total * _token_bytes(k, largest), k) for _ in slices[:2]]
 
@@ -113,7 +115,7 @@ def _pieces(
     if local_keys is not None:
         bounds |= {local.start, local.stop}
     if ring.causal:
-        bounds |= {min(ring.q_start, total), min(ring.q_start + q.shape[1], total)}
+        bounds |= {ring.count_before(ring.q_start), ring.count_before(ring.q_start + q.shape[1])}
     pieces = list(pairwise(sorted(bounds)))
     if local_keys is not None:
         for begin, end in pieces:
@@ -137,7 +139,7 @@ class GatheredGradReducer:
     def send(self, heads: Heads, piece_grads: list[tuple[int, Grads]]) -> None:
         """Start to send the gradients of one slice of heads to the owners of the keys.
 
-        Args: piece_grads: (global position of the first key, gradients) for each piece of the keys; 0 for other keys.
+        Args: piece_grads: (place of the first key, gradients) for each piece of the keys; 0 for other keys.
         """
         self._receive()
         ring, (b, s, _, d) = self._ring, self._k.shape
@@ -187,7 +189,7 @@ def _token_bytes(k: Tensor, num_keys: int, dtype: torch.dtype | None = None) -> 
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Mask:
-    """Return the mask over all keys, [b or 1, hq or 1, sq or 1, sk_global]; a key mask is all-gathered.
+    """Return the mask over all keys of the ring, [b or 1, hq or 1, sq or 1, sk]; a key mask is all-gathered.
 
     Ranks: all of `ring.group` for a key mask.
     """

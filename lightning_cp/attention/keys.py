@@ -34,21 +34,40 @@ from lightning_cp.kernels import (
 
 
 @dataclass(frozen=True)
+class Row:
+    """Settings of a row of a grid of ranks (`grid.py`).
+
+    Attributes:
+        group: process group of the row.
+        q_lengths: number of queries on each rank of the row, in rank order.
+        mask_query_sizes: size of the query dim of each rank's mask.
+        keys: for each rank of the row, the global positions of the keys of its column, a range for each rank of that.
+    """
+
+    group: dist.ProcessGroup
+    q_lengths: tuple[int, ...]
+    mask_query_sizes: tuple[int, ...]
+    keys: tuple[tuple[range, ...], ...]
+
+
+@dataclass(frozen=True)
 class Ring:
-    """Settings of one attention over the keys of a ring of ranks.
+    """Settings of one attention over the keys of a ring of ranks. On a grid, the ring is this rank's column.
 
     Attributes:
         group: process group of the ring; None for a ring of one rank.
-        q_start: global position of the first local query.
+        q_start: global position of the first local query; on a grid, of the first query of the row.
         kv_lengths: number of keys on each rank of the ring, in rank order.
         mask_kind: "key_mask": mask of the local keys, sent with them; "query_mask": mask of the local queries over
             all keys; "": no mask.
         causal: a query sees keys up to its own global position.
         scale: factor on q k.
         kernel: one of `kernels.KERNEL_NAMES`.
-        rotate_method: "allgather" (`gathered.py`) or "alltoall" (`ring.py`).
+        rotate_method: "allgather" (`gathered.py`), "alltoall" (`ring.py`) or "grid" (as "allgather").
         accumulate_fp32: True: merge and sum in float32 (float64 for float64 inputs). False: in the inputs' dtype.
         sparse: the sparse mask for this rank; None: no such mask.
+        row: this rank's row; None: the ring is no column of a grid.
+        kv_starts: global position of the first key of each rank of the ring; empty: they are contiguous.
     """
 
     group: dist.ProcessGroup | None
@@ -61,6 +80,8 @@ class Ring:
     rotate_method: str
     accumulate_fp32: bool
     sparse: LocalMask | None = None
+    row: Row | None = None
+    kv_starts: tuple[int, ...] = ()
     chosen: dict[Hashable, Kernel] = field(default_factory=dict, repr=False, compare=False)
 
     def kernel_for(self, query: Tensor, mask: Tensor | None) -> Kernel:
@@ -74,7 +95,7 @@ class Ring:
     @property
     def gathers(self) -> bool:
         """True if keys are gathered (`gathered.py`), False if they are rotated around the ring (`ring.py`)."""
-        return self.rotate_method == "allgather" or (self.sparse is not None and self.sparse.sends_few)
+        return self.rotate_method != "alltoall" or (self.sparse is not None and self.sparse.sends_few)
 
     @property
     def rank(self) -> int:
@@ -88,9 +109,30 @@ class Ring:
         return self.group
 
     def keys_of(self, owner: int) -> range:
-        """Return the global positions of the keys that rank `owner` holds."""
+        """Return the places of the keys that rank `owner` holds among those of the ring."""
         start = sum(self.kv_lengths[:owner])
         return range(start, start + self.kv_lengths[owner])
+
+    @property
+    def most_keys(self) -> int:
+        """Number of keys of the ring; on a grid of the largest column, so that all of them slice heads alike."""
+        return sum(self.kv_lengths) if self.row is None else max(sum(map(len, x)) for x in self.row.keys)
+
+    def positions(self, places: range) -> list[range]:
+        """Return the global positions of some of the ring's keys, which are not empty ranges."""
+        found, at = [], 0
+        for start, length in zip(
+            self.kv_starts or (0,), self.kv_lengths if self.kv_starts else (sum(self.kv_lengths),)
+        ):
+            inside = range(max(places.start - at, 0), min(places.stop - at, length))
+            if inside:
+                found.append(range(start + inside.start, start + inside.stop))
+            at += length
+        return found
+
+    def count_before(self, position: int) -> int:
+        """Return the number of the ring's keys before a global position: the place of the first one after them."""
+        return sum(len(range(x.start, min(x.stop, position))) for x in self.positions(range(sum(self.kv_lengths))))
 
     def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which tensors of `dtype` are summed."""
@@ -139,7 +181,7 @@ def attend_keys(q: Tensor, k: Tensor, v: Tensor, mask: ChunkMask, *, start: int,
         q: [b, sq_local, hq, d].
         k, v: [b, sk, hk, d].
         mask: [b or 1, hq or 1, sq_local or 1, sk], over the keys of the chunk; None: no mask.
-        start: global position of the first key of the chunk.
+        start: place of the first key of the chunk, see `Ring.keys_of`.
     """
     if isinstance(mask, Tiles):
         return (
@@ -251,14 +293,16 @@ class OnlineSoftmax:
 def _chunk_mask(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> _ChunkMask | None:
     """Return the mask and causal flag for a chunk of keys that begins at `start`; None if causality hides all of it."""
     sq, sk = q.shape[1], key.shape[1]
-    if not ring.causal or start + sk <= ring.q_start + 1:
+    positions = ring.positions(range(start, start + sk)) if ring.causal else []
+    if not positions or positions[-1].stop <= ring.q_start + 1:
         return _ChunkMask(mask, causal=False)
-    if start >= ring.q_start + sq:
+    if positions[0].start >= ring.q_start + sq:
         return None
-    if start == ring.q_start and sq == sk and mask is None:
+    if positions == [range(ring.q_start, ring.q_start + sq)] and mask is None:
         return _ChunkMask(None, causal=True)
     queries = torch.arange(ring.q_start, ring.q_start + sq, device=q.device)
-    visible = (torch.arange(start, start + sk, device=q.device) <= queries.unsqueeze(1))[None, None]
+    places = torch.cat([torch.arange(x.start, x.stop, device=q.device) for x in positions])
+    visible = (places <= queries.unsqueeze(1))[None, None]
     if mask is None:
         return _ChunkMask(visible, causal=False)
     if mask.dtype == torch.bool:

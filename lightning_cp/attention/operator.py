@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
+from lightning_cp.attention.grid import grid_backward, grid_forward
 from lightning_cp.attention.prepared import prepare_attention, prepared_again
-from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.sparse.handles import mask_of_handle
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compat.compiler import keep_order_of_attentions
@@ -75,17 +75,17 @@ def run_attention(
     )
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:
-        part = ring_forward(query, key, value, mask, ring=ring)
+        part = grid_forward(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
         return part.out.contiguous(), part.lse.contiguous(), *none, encoded_lengths  # type: ignore[return-value]
     if ulysses.is_joint:
         joined = ulysses.of_all.to_heads((query, key, value))
         q, k, v = ulysses.of_all.own(joined)
-        part = ring_forward(q, k, v, None, ring=ring)
+        part = grid_forward(q, k, v, None, ring=ring)
         kept: tuple[Tensor, ...] = (joined, *(query.new_empty(0) for _ in range(3)))
     else:
         q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
-        part = ring_forward(q, k, v, m, ring=ring)
+        part = grid_forward(q, k, v, m, ring=ring)
         kept = (q, k, v, q.new_empty(0) if m is None else m)
     out, lse = partial_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (*kept, part.out.contiguous(), part.lse.contiguous())
@@ -185,13 +185,13 @@ def run_attention_backward(
     if ulysses is not None and ulysses.is_joint:
         q, k, v = ulysses.of_all.own(q)
     if ulysses is None:
-        grads = ring_backward(
+        grads = grid_backward(
             PartialAttentionGrad(grad_out, grad_lse), q, k, v, PartialAttention(out, lse), mask, ring=ring
         )
     else:
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
         part_grad = PartialAttentionGrad(grad[0], None if grad_lse is None else grad[1])
-        of_heads = list(ring_backward(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring))
+        of_heads = list(grid_backward(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring))
         grads = grads_to_tokens(of_heads, to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 

@@ -6,7 +6,8 @@ The keys are on one rank, all-gathered (`gathered.py`), or rotated around the ri
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +21,16 @@ from lightning_cp.attention.keys import (
     attend_keys,
     grad_of,
     key_grads,
+    key_tangents,
     mask_of,
     part_of,
 )
 from lightning_cp.attention.sparse.needed import NeededGradReducer
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.ring_exchange import LayoutOf, RingGradReducer, rotate
-from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
+from lightning_cp.kernels import Grads, Inputs, PartialAttention, PartialAttentionGrad
+
+Slices: TypeAlias = Iterator[tuple[Heads, Iterator[KeyPiece]]]  # of heads, each with all keys of the ring
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
@@ -35,21 +39,29 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     Args:
         q: [b, sq_local, hq, d].
         k, v: [b, sk_local, hk, d].
-        mask: [b or 1, hq or 1, 1, sk_local] (key mask) or [b or 1, hq or 1, sq_local or 1, sk_global] (query mask).
+        mask: [b or 1, hq or 1, 1, sk_local] (key mask) or [b or 1, hq or 1, sq_local or 1, sk_ring] (query mask).
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
     Ranks: all of `ring.group`, see `ring_keys`.
     """
     if ring.group is None:
         whole = attend_keys(q, k, v, _mask_on_one_rank(q, k, mask, ring), start=0, ring=ring)
         return OnlineSoftmax(q, ring).merged() if whole is None else whole
-    parts = []
-    for heads, pieces in ring_keys(q, k, v, mask, ring=ring):
+    return join_heads(list(ring_parts(q, ring_keys(q, k, v, mask, ring=ring), ring=ring)))
+
+
+def ring_parts(q: Tensor, slices: Slices, *, ring: Ring) -> Iterator[PartialAttention]:
+    """Yield attention of each slice of heads. Args: slices: the result of `ring_keys`."""
+    for heads, pieces in slices:
         own_q = q if heads.num_queries == q.shape[2] else q[:, :, heads.query]
         softmax = OnlineSoftmax(own_q, ring)
         for keys in pieces:
             softmax.add(attend_keys(own_q, keys.key, keys.value, keys.mask, start=keys.start, ring=ring))
             del keys  # its memory is reused
-        parts.append(softmax.merged())
+        yield softmax.merged()
+
+
+def join_heads(parts: Sequence[PartialAttention]) -> PartialAttention:
+    """Concatenate the attention of slices of heads."""
     if len(parts) == 1:
         return parts[0]
     return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
@@ -64,6 +76,7 @@ def ring_backward(
     mask: Tensor | None,
     *,
     ring: Ring,
+    slices: Slices | None = None,
 ) -> Grads:
     """Compute the gradients of `ring_forward` from its inputs and result; K and V are exchanged again.
 
@@ -71,6 +84,7 @@ def ring_backward(
         grad: gradients of out and lse.
         part: out and lse that `ring_forward` returned.
         q, k, v, mask: see `ring_forward`.
+        slices: the result of `ring_keys` with `by_chunk`, if it was called before.
     Returns: dq, dk, dv of the local q, k, v, in their dtypes.
     Ranks: all of `ring.group`, see `ring_keys`. Each also sends dK and dV of the other ranks' keys (in float32 if
         `accumulate_fp32`): n - 1 packets with "alltoall".
@@ -93,15 +107,44 @@ def ring_backward(
             del keys, grads
         return found
 
-    for heads, pieces in ring_keys(q, k, v, mask, ring=ring, by_chunk=True):
+    for heads, pieces in slices or ring_keys(q, k, v, mask, ring=ring, by_chunk=True):
         reducer.send(heads, piece_grads(heads, pieces))
     dk, dv = reducer.finish()
     return Grads(dq.total(), dk, dv)
 
 
-def ring_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring, by_chunk: bool = False
-) -> Iterator[tuple[Heads, Iterator[KeyPiece]]]:
+def ring_tangents(
+    inputs: Inputs, tangents: Inputs, part: PartialAttention, mask: Tensor | None, *, ring: Ring
+) -> PartialAttention:
+    """Compute the tangents of `ring_forward`'s out and lse.
+
+    Args:
+        inputs: q, k, v, see `ring_forward`.
+        tangents: tangents of `inputs`, in their shapes and dtypes.
+        part: the result of `ring_forward`.
+        mask: see `ring_forward`; it has no tangent.
+    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for queries without keys.
+    Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a key mask.
+    """
+    q, d = inputs.query, inputs.query.shape[3]
+    out = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
+    lse = torch.zeros_like(part.lse)
+    keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
+    for heads, pieces in ring_keys(q, keys, values, mask, ring=ring):
+        for start, key, value, chunk_mask in pieces:
+            primals = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
+            chunk_tangents = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
+            contribution = key_tangents(
+                primals, chunk_tangents, part.lse[:, :, heads.query], chunk_mask, start=start, ring=ring
+            )
+            if contribution is not None:
+                out[:, :, heads.query] += contribution.out
+                lse[:, :, heads.query] += contribution.lse
+    out -= lse.unsqueeze(-1) * part.out
+    return PartialAttention(out.to(q.dtype), lse)
+
+
+def ring_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring, by_chunk: bool = False) -> Slices:
     """Yield slices of heads, each with all keys of the ring in pieces, which are valid until the next one is requested.
 
     Args:

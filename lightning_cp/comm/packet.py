@@ -65,10 +65,11 @@ def pack_tensors(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor
 
 
 def unpack_tensors(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Return contiguous views into `buffer` [packet_bytes], one for each piece."""
+    """Return views into `buffer` [..., packet_bytes], one [..., *shape] for each piece; of one packet, contiguous."""
     views, start = [], 0
     for piece in layout:
-        views.append(buffer[start : start + piece.size_bytes].view(piece.dtype).view(piece.shape))
+        of_piece = buffer[..., start : start + piece.size_bytes].view(piece.dtype)
+        views.append(of_piece.view(*buffer.shape[:-1], *piece.shape))
         start += _padded(piece.size_bytes)
     return views
 

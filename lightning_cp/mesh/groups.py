@@ -7,6 +7,7 @@ coordinate`. Other mesh axes, in any position, do not change it.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.compat.compiler import uncompiled
+from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh.degrees import Shares, check_shares
 
 T = TypeVar("T")
+_log = logging.getLogger("lightning_cp")
 _KEPT = 1024  # a model has a few kinds of attention and of token counts for each size of its inputs
 
 
@@ -52,6 +55,9 @@ class MeshGroups(Memo):
         data_rank, data_size: index of this context group, and number of context groups.
         shares: weight of each rank of the context group, by which tokens are divided; None: equal.
         memo: values that were derived from shapes and settings, see `memoize`.
+        row, column: process groups of a grid: `columns` neighbours in the ring, and its ranks at equal places in rows;
+            None if the size is 1, or without a grid.
+        columns: number of columns of the grid, see `ContextParallelConfig.grid`; 1: no grid.
         compared: what ranks of the context group have found to be equal, see `note_compared`.
     """
 
@@ -65,6 +71,9 @@ class MeshGroups(Memo):
     data_rank: int
     data_size: int
     shares: Shares | None = None
+    row: dist.ProcessGroup | None = None
+    column: dist.ProcessGroup | None = None
+    columns: int = 1
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     compared: set[Hashable] = field(default_factory=set, repr=False)
 
@@ -160,6 +169,10 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
             built[key] = _by_name[name] = replace(equal, name=name, shares=weights, memo={}, compared=set())
+    if config.rotate_method == "grid":
+        plain, key = built[key], (key, config.grid_shape[1])
+        if key not in built:
+            uncompiled(_add_grid)(plain, config.grid_shape, built, key)
     groups_of_mesh: MeshGroups = built[key]
     return groups_of_mesh
 
@@ -168,6 +181,34 @@ def _add_groups(config: ContextParallelConfig, built: dict[object, Any], key: ob
     groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
     built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
     _by_name[groups.name] = groups
+
+
+def _add_grid(plain: MeshGroups, grid: tuple[int, int], built: dict[object, Any], key: object) -> None:
+    rows, columns = grid
+    built[key] = plain
+    if columns > 1:
+        assert plain.mesh is not None, "ranks of a ring have a mesh"
+        ranks = _context_ranks(plain.mesh).view(-1, rows, columns, plain.context_shape[1])
+        row = new_groups(ranks.permute(0, 1, 3, 2))
+        column = new_groups(ranks.permute(0, 2, 3, 1)) if rows > 1 else None
+        connect(row, column)
+        name = f"{plain.name}:grid{rows}x{columns}"
+        grid_groups = replace(plain, name=name, row=row, column=column, columns=columns, memo={}, compared=set())
+        built[key] = _by_name[name] = grid_groups
+    elif rows > 1 and dist.get_rank() == 0:
+        _log.info(
+            f"rotate_method='grid' with ring={rows}: the grid has one column, so K and V are all-gathered as with "
+            "rotate_method='allgather'"
+        )
+
+
+def new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """Create a group for each row of `ranks` [..., n], and return this rank's. Ranks: the world."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
+    local_group: dist.ProcessGroup = group
+    if dist.get_backend() != "fake":
+        take_default_timeout(local_group)  # torch gives it to the world only
+    return local_group
 
 
 def cuda_backend_is(backend: str, group: dist.ProcessGroup | None = None) -> bool:
@@ -213,6 +254,7 @@ def as_ring(
 ) -> MeshGroups:
     """Build groups that use `group` both as ring and as context group."""
     place: dict[str, Any] = {"ring": group, "ulysses": None, "context": group, "context_rank": rank}
+    place |= {"row": None, "column": None, "columns": 1}
     name = f"{groups.name}:{name}{size}"
     ring = replace(groups, name=name, context_shape=(size, 1), shares=shares, memo={}, compared=set(), **place)
     _by_name[name] = ring

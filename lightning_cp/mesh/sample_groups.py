@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, as_ring, cached, connect, groups_for
+from lightning_cp.mesh.groups import SINGLE_RANK, MeshGroups, as_ring, cached, connect, groups_for, new_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +120,13 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
     sample, by_branch, by_stage = groups.context, None, None
     results: list[dist.ProcessGroup] = []
     if cfg > 1:  # collective: every rank creates all groups in the same order
-        by_branch = _new_groups(ranks.permute(0, 2, 3, 1))
+        by_branch = new_groups(ranks.permute(0, 2, 3, 1))
         results = [by_branch] * cfg
     if pipe > 1:
-        by_stage = _new_groups(ranks.permute(0, 1, 3, 2))
-        results = [_new_groups(ranks.permute(0, 3, 1, 2).flatten(2)) for _ in range(cfg)]
+        by_stage = new_groups(ranks.permute(0, 1, 3, 2))
+        results = [new_groups(ranks.permute(0, 3, 1, 2).flatten(2)) for _ in range(cfg)]
     if cfg > 1 or pipe > 1:
-        sample = _new_groups(ranks.flatten(1))
+        sample = new_groups(ranks.flatten(1))
         connect(by_branch, by_stage, *results, sample)
     control = None
     if cfg * pipe * groups.context_size > 1:
@@ -166,13 +165,4 @@ def world_control(purpose: str) -> dist.ProcessGroup:
 def _new_control_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
     """Create a gloo group for each row of `ranks` [..., n], and return this rank's."""
     simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
-    return _new_groups(ranks, backend=None if simulated else "gloo")
-
-
-def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a group for each row of `ranks` [..., n], and return this rank's."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
-    local_group: dist.ProcessGroup = group
-    if dist.get_backend() != "fake":
-        take_default_timeout(local_group)  # torch gives it to the world only
-    return local_group
+    return new_groups(ranks, backend=None if simulated else "gloo")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
+from lightning_cp.config import ROTATE_METHODS
 from lightning_cp.planning.models import PlannedModel
 from lightning_cp.planning.step import Checkpointing, Layout
 
@@ -21,6 +22,8 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
 
     Args: fixed: attributes of the layouts that are set.
     """
+    fixed = {"rotate_method": "allgather", **(fixed or {})}
+    rotate: Any = fixed["rotate_method"]
     samples = task == "sample"
     for context in _divisors(ranks):
         for ulysses in reversed(_divisors(context)):
@@ -30,8 +33,8 @@ def layouts(ranks: int, task: Task, fixed: Mapping[str, object] | None = None) -
                     continue
                 for sharded in (False, True) if (context if samples else ranks) > 1 else (False,):
                     for level in ("none",) if samples else LEVELS:
-                        layout = Layout(data, cfg, context // ulysses, ulysses, sharded, level)
-                        if all(getattr(layout, name) == value for name, value in (fixed or {}).items()):
+                        layout = Layout(data, cfg, context // ulysses, ulysses, sharded, level, rotate)
+                        if all(getattr(layout, name) == value for name, value in fixed.items()):
                             yield layout
 
 
@@ -45,8 +48,11 @@ def shard_ranks(layout: Layout, task: Task) -> int:
 def check_fixed(fixed: Mapping[str, object], task: Task) -> None:
     """Check degrees that a user sets. Raises: ValueError: an unknown one, or one that the task does not have."""
     for name, value in fixed.items():
-        if name not in (*_DEGREES, "sharded", "checkpointing"):
-            raise ValueError(f"fixed.{name} cannot be planned: use {', '.join(_DEGREES)}, sharded or checkpointing")
+        known = (*_DEGREES, "sharded", "checkpointing", "rotate_method")
+        if name not in known:
+            raise ValueError(f"fixed.{name} cannot be planned: use one of {', '.join(known)}")
+        if name == "rotate_method" and value not in ROTATE_METHODS:
+            raise ValueError(f"fixed.rotate_method={value} must be one of {', '.join(ROTATE_METHODS)}")
         only = {"cfg": "sample", "checkpointing": "train"}.get(name, task)
         if only != task and value not in (1, "none"):
             raise ValueError(f"fixed.{name}={value} is for task={only}: leave it out of task={task}")
@@ -74,6 +80,7 @@ def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
         sharded_training = layout.sharded and task == "train"
         settings = [f"strategy={'cp_fsdp' if sharded_training else 'cp'}"]
         settings += [f"ring={layout.ring}", f"ulysses={layout.ulysses}", f"data_parallel={layout.data}"]
+        settings += [f"rotate_method={layout.rotate_method}"] if layout.rotate_method != "allgather" else []
     if task == "train":
         return [
             *settings,
@@ -96,6 +103,8 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
 def described(layout: Layout) -> str:
     """Return a layout as a text for tables, for example "data 2 × ulysses 4, sharded, full"."""
     degrees = " × ".join(f"{name} {getattr(layout, name)}" for name in _DEGREES if getattr(layout, name) > 1)
+    if layout.columns > 1:
+        degrees = degrees.replace(f"ring {layout.ring}", f"grid {layout.ring // layout.columns} × {layout.columns}")
     checkpointing = "" if layout.checkpointing == "none" else f", {layout.checkpointing} checkpointing"
     return f"{degrees or 'one rank'}{', sharded' if layout.sharded else ''}{checkpointing}"
 

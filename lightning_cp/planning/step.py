@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from lightning_cp.config import RotateMethod, default_grid
+
 Checkpointing = Literal["none", "full", "selective"]
 # Kinds of memory at the peak of a step.
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buffers")
@@ -28,7 +30,12 @@ class Layout:
     ulysses: int = 1
     sharded: bool = False
     checkpointing: Checkpointing = "none"
-    rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    rotate_method: RotateMethod = "allgather"
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the grid in which the ranks of a ring stand; 1 without rotate_method "grid"."""
+        return default_grid(self.ring)[1] if self.rotate_method == "grid" else 1
 
     @property
     def ranks(self) -> int:

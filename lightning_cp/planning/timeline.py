@@ -34,7 +34,8 @@ class Times:
 def span_of(link: str, layout: Layout) -> int:
     """Return the number of consecutive ranks that a communicator lies in. Ulysses is innermost."""
     context = layout.ring * layout.ulysses
-    return {"ulysses": layout.ulysses, **dict.fromkeys(("ring", "context", WEIGHTS), context)}.get(link, layout.ranks)
+    spans = {"ulysses": layout.ulysses, "row": layout.columns * layout.ulysses}
+    return (spans | dict.fromkeys(("ring", "column", "context", WEIGHTS), context)).get(link, layout.ranks)
 
 
 def seconds_of(event: Compute, device: Device) -> float:
@@ -101,9 +102,12 @@ class _Clock:
             bandwidth = self._device.bandwidth(span_of(event.link, self._layout))
             bandwidth *= self._device.shards_share if event.of_shards else 1.0
             ready = self._used.get(event.link, 0.0) if event.is_ahead else self.compute
-            begin = max(self.host, ready, self._links.get(event.link, 0.0))
+            link = event.link
+            if link == "row" and span_of(link, self._layout) > self._device.node_ranks:
+                link = "column"  # both are between nodes
+            begin = max(self.host, ready, self._links.get(link, 0.0))
             end = begin + self._device.latency_us * 1e-6 + event.sent_bytes / bandwidth
-            self._links[event.link] = end
+            self._links[link] = end
             self.ends.append(end)
             self._names.append(event.link)
             if self._device.kind == "cpu":  # the core that computes also copies what is sent

@@ -32,6 +32,7 @@ class Example:
         gpu: name and memory in bytes of the GPU of one rank; None: the ranks compute on CPU.
         dtype: dtype to which the weights are cast; None: they are not cast.
         autocast: dtype of `torch.autocast`; None: no autocast.
+        rotate_method: see `ContextParallelConfig`.
     """
 
     transformer: nn.Module
@@ -44,6 +45,7 @@ class Example:
     gpu: tuple[str, int] | None
     dtype: torch.dtype | None
     autocast: torch.dtype | None
+    rotate_method: str = "allgather"
 
 
 def propose_degrees(planner: Callable[[Example], Any], example: Callable[[], Example]) -> tuple[tuple[int, ...], str]:
@@ -94,4 +96,5 @@ def example_of(
         (torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory) if is_gpu else None,
         DTYPE_OF.get(str(plugin.precision)),
         AUTOCAST_OF.get(str(plugin.precision)),
+        context.settings.rotate_method,
     )

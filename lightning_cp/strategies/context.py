@@ -97,7 +97,7 @@ class ContextParallel:
         self.built = {self.groups.context_size: (self.config, self.groups)}
         for degree in sorted({*(self.settings.degrees or {}).values()} - self.built.keys()):
             shape = context_shape(degree, ring=ring, ulysses=ulysses)
-            smaller = replace(self.config, ring_degree=shape[0], ulysses_degree=shape[1])
+            smaller = replace(self.config, ring_degree=shape[0], ulysses_degree=shape[1], grid=None)
             self.built[degree] = smaller, groups_for(smaller)
         return self.groups
 

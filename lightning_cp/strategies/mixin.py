@@ -56,7 +56,7 @@ class ContextParallelMixin(ShardsBatches):
         ring: number of ranks in a ring.
         ulysses: number of ranks in a Ulysses group. A context group has ring x ulysses ranks, `ulysses` innermost.
         data_parallel: number of context groups; "auto": world size / (ring x ulysses).
-        rotate_method, convert_to_fp32: see `lightning_cp.ContextParallelConfig`.
+        rotate_method, grid, convert_to_fp32: see `lightning_cp.ContextParallelConfig`.
         mesh: a DeviceMesh with axes `ring` and `ulysses`, and any others; degrees are read from it.
         plans: plans by model class, class name or module name; they take precedence over registered plans.
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
@@ -113,6 +113,7 @@ class ContextParallelMixin(ShardsBatches):
         shares: Sequence[float] | None = None,
         degrees: Mapping[int, int] | str | None = None,
         mlp_tiles: int | str | None = None,
+        grid: Sequence[int] | None = None,
         timeout: timedelta = timedelta(minutes=5),
         start_method: str | None = None,
         whole_world: str | None = None,

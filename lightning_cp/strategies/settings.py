@@ -29,6 +29,7 @@ class StrategySettings:
     ulysses: int = 1
     data_parallel: int | str = "auto"
     rotate_method: RotateMethod = "allgather"
+    grid: Sequence[int] | None = None
     convert_to_fp32: bool = True
     mesh: Any = None
     plans: Mapping[Any, object] | None = None
@@ -67,6 +68,7 @@ class StrategySettings:
             ulysses_degree=None if from_mesh else self.ulysses,
             convert_to_fp32=self.convert_to_fp32,
             rotate_method=self.rotate_method,
+            grid=self.grid,  # type: ignore[arg-type]
             mesh=self.mesh,
         )
 

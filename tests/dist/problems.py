@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,12 +30,19 @@ MASKS = (
 )
 
 
+def config_of(ring: int, ulysses: int, rotate: str, **others: Any) -> ContextParallelConfig:
+    """Return the settings of a mode. Args: rotate: a rotate method, or "grid 2x3" with the rows and columns."""
+    method, _, grid = rotate.partition(" ")
+    shape = tuple(map(int, grid.split("x"))) if grid else None
+    return ContextParallelConfig(ring, ulysses, rotate_method=method, grid=shape, **others)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention over several ranks, and how it is called.
 
     Attributes:
-        mode: "ring", "ring alltoall" or "" (for degree 1 in the ring: "") with the degrees.
+        rotate: a rotate method, or "grid 2x3" with the rows and columns.
         through: the loss depends on "out", "lse" or "both". needs: inputs that require grad.
         slice_bytes: bytes of K and V that "allgather" gathers at a time: 1 is a head.
         layout: "contiguous", "transposed" (strides of [b, h, s, d]), "sliced" (every other head) or "expanded".
@@ -62,12 +70,7 @@ class Problem:
 
     @property
     def config(self) -> ContextParallelConfig:
-        return ContextParallelConfig(
-            ring_degree=self.ring,
-            ulysses_degree=self.ulysses,
-            rotate_method=self.rotate,  # type: ignore[arg-type]
-            convert_to_fp32=self.wide,
-        )
+        return config_of(self.ring, self.ulysses, self.rotate, convert_to_fp32=self.wide)
 
 
 @dataclass

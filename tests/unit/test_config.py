@@ -32,7 +32,8 @@ def _mesh(**axes: int) -> Any:
 
 def test_field_names_order_and_defaults_are_those_of_diffusers() -> None:
     theirs = [field for field in fields(TheirConfig) if not field.name.startswith("_")]
-    ours = fields(ContextParallelConfig)
+    *ours, grid = fields(ContextParallelConfig)
+    assert (grid.name, grid.default) == ("grid", None)
     assert {field.name: field.default for field in ours} == {field.name: field.default for field in theirs}
     public = [field.name for field in fields(TheirParallelConfig) if not field.name.startswith("_")]
     assert [field.name for field in fields(ParallelConfig)] == public
@@ -76,8 +77,16 @@ def test_a_degree_may_have_a_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        ({"rotate_method": "ring"}, ValueError, "rotate_method='ring' must be one of allgather, alltoall"),
+        ({"rotate_method": "ring"}, ValueError, "rotate_method='ring' must be one of allgather, alltoall, grid"),
         ({"rotate_method": None}, ValueError, "rotate_method=None"),
+        ({"grid": 4}, TypeError, r"grid=4 must be \(rows, columns\)"),
+        ({"grid": (2, True)}, TypeError, r"grid=\(2, True\) must be"),
+        ({"grid": (2, 2), "ring_degree": 4}, ValueError, r"grid=\(2, 2\) needs rotate_method='grid', not 'allgather'"),
+        (
+            {"grid": (2, 3), "ring_degree": 4, "rotate_method": "grid"},
+            ValueError,
+            r"grid=\(2, 3\) must be.*ring=4: one of \(4, 1\), \(2, 2\), \(1, 4\)",
+        ),
         ({"convert_to_fp32": 1}, TypeError, "convert_to_fp32 must be True or False, not 1"),
         ({"ulysses_anything": "yes"}, TypeError, "ulysses_anything"),
         ({"ring_anything": None}, TypeError, "ring_anything"),
@@ -96,6 +105,16 @@ def test_a_degree_may_have_a_default() -> None:
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         ContextParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("ring", "expected"),
+    [(1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (2, 3)), (7, (7, 1)), (8, (2, 4)), (1024, (32, 32))],
+)
+def test_the_ranks_of_a_ring_stand_in_the_grid_with_the_fewest_bytes(ring: int, expected: tuple[int, int]) -> None:
+    assert ContextParallelConfig(ring, rotate_method="grid").grid_shape == expected
+    assert ContextParallelConfig(ring).grid_shape == (ring, 1)
+    assert ContextParallelConfig(ring, rotate_method="grid", grid=[1, ring]).grid_shape == (1, ring)  # type: ignore[arg-type]
 
 
 def test_settings_are_frozen_and_can_be_compared_copied_and_pickled() -> None:

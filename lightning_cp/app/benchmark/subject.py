@@ -49,6 +49,8 @@ def modes(ranks: int) -> dict[str, ContextParallelConfig]:
         "ring alltoall": ContextParallelConfig(ring_degree=ranks, rotate_method="alltoall"),
         "Ulysses": ContextParallelConfig(ulysses_degree=ranks),
     }
+    if (grid := ContextParallelConfig(ring_degree=ranks, rotate_method="grid")).grid_shape[1] > 1:
+        configs["grid"] = grid
     if ranks >= 4 and ranks % 2 == 0:
         configs["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
     return configs

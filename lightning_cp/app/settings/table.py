@@ -42,6 +42,7 @@ SETTINGS = (
     Setting("ulysses", Either(_AUTO, Integer(1))),
     Setting("data_parallel", Either(_AUTO, Integer(1))),
     Setting("rotate_method", OneOf(ROTATE_METHODS)),
+    Setting("grid", Either(OneOf((None,)), Each(Integer(1), 2))),
     Setting("kernel", OneOf(KERNEL_NAMES)),
     Setting("precision", OneOf(PRECISIONS)),
     Setting("activation_checkpointing", OneOf(("none", "full", "selective", "offload"))),

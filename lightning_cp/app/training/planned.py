@@ -43,7 +43,7 @@ def plan_training(config: DictConfig, ranks: int, *, node_ranks: int, gpu: tuple
     keys = {"ring": config.ring, "ulysses": config.ulysses, "data": config.data_parallel}
     fixed = {name: value for name, value in keys.items() if value != AUTO}
     level = str(config.activation_checkpointing).replace("offload", "full")  # which needs more memory
-    fixed |= {"sharded": shards_weights(config), "checkpointing": level}
+    fixed |= {"sharded": shards_weights(config), "checkpointing": level, "rotate_method": config.rotate_method}
     device, precision = device_of(gpu, node_ranks), str(config.precision)
     setup = FineTune.of(config) if is_finetuning(config) else FromScratch.of(config)
     module, transformer = _finetuned(config, setup) if isinstance(setup, FineTune) else _denoiser(config)

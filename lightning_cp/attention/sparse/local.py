@@ -34,10 +34,11 @@ class LocalMask(Memo):
     Args:
         mask: the mask of the whole sequence.
         queries, keys: number of queries and of keys on each rank of the ring, in rank order. Where a ring has
-            several ranks of a Ulysses group, their sum.
+            several ranks of a Ulysses group, their sum. On a grid: queries of each row, and keys of all its ranks.
         rank: this rank's index in the ring.
         heads: query heads of the ring.
         device: device of query, key and value.
+        column: which of `keys` are those of the ring.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class LocalMask(Memo):
         rank: int,
         heads: slice,
         device: torch.device,
+        column: slice = slice(None),
     ) -> None:
         orders = (
             torch.arange(length, device="cpu") if order is None else order
             for order, length in zip(mask.orders, mask.lengths, strict=True)
         )
         by_rank = [torch.split(x, list(sizes)) for x, sizes in zip(orders, (queries, keys), strict=True)]
+        by_rank[1], keys = by_rank[1][column], keys[column]
         self._queries, self._keys = by_rank[0][rank], torch.cat(by_rank[1])
         self._mask = mask.copy(keeps=False)  # what the mask keeps refers to this object
         self._heads = heads if mask.kinds.shape[1] > 1 else slice(0, 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attention import call, context_parallel_attention, gathered, heads, keys, ulysses
+from lightning_cp.attention import call, context_parallel_attention, gathered, grid, heads, keys, ulysses
 from lightning_cp.comm import packet
 from lightning_cp.comm import ring_exchange as rotation
 from lightning_cp.comm.transfer import Pending
@@ -24,12 +24,15 @@ from tests.harness.cases import full_unless
 
 B, S, H, G, D = 2, 4, 12, 6, 8  # every piece is a multiple of 16 bytes
 MODES = [(3, 3, 1), (3, 1, 3), (4, 2, 2), (6, 3, 2), (6, 2, 3)]
+GRIDS = [(4, 4, 1, "grid 2x2"), (6, 6, 1, "grid 2x3"), (6, 6, 1, "grid 3x2"), (4, 2, 2, "grid 1x2")]
 
 
 @dataclass
 class Traffic:
-    """Messages that one rank sent to others."""
+    """Messages that one rank sent to others. On a grid, the ring is the column."""
 
+    row_exchanges: int = 0
+    row_bytes: int = 0
     ring_exchanges: int = 0
     ring_bytes: int = 0
     ulysses_exchanges: int = 0
@@ -69,6 +72,16 @@ def counted() -> Iterator[Traffic]:
         traffic.ring_bytes += _to_others(sent, sizes, group)
         traffic.log.append("send")
 
+    def of_row_gather(mine: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.row_exchanges += 1
+        traffic.row_bytes += mine.nbytes * (group.size() - 1)
+        traffic.log.append("queries")
+
+    def of_row(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.row_exchanges += 1
+        traffic.row_bytes += _to_others(sent, sizes, group)
+        traffic.log.append("results")
+
     def of_ulysses(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
         traffic.ulysses_exchanges += 1
         traffic.ulysses_bytes += sum(buffer.nbytes for _, buffer in sends)
@@ -84,6 +97,8 @@ def counted() -> Iterator[Traffic]:
     patch(packet, "gather_flat", of_gather)
     patch(gathered, "gather_flat", of_gather)
     patch(gathered, "exchange_flat", of_grads)
+    patch(grid, "gather_flat", of_row_gather)
+    patch(grid, "exchange_flat", of_row)
     patch(ulysses, "exchange", of_ulysses)
     patch(heads, "exchange_flat", of_joint_heads)
     patch(call, "all_gather_ints", sizes)
@@ -138,13 +153,21 @@ def _expected(problem: Problem, with_lse: bool, mask_bytes: int = 0) -> tuple[Tr
     b, s, h, g, d = problem.batch, S, problem.heads, problem.kv_heads, problem.d
     kv = 2 * b * (u * s) * (g // u) * d  # elements of K and V in a ring's chunk
     travelling = kv * e + mask_bytes * u
+    ring, columns = problem.config.grid_shape
+    forward, backward = Traffic(), Traffic()
     if problem.rotate == "alltoall":
-        forward, backward = Traffic(r - 1), Traffic(2 * (r - 1))
+        forward.ring_exchanges, backward.ring_exchanges = r - 1, 2 * (r - 1)
     else:  # so little is one slice of heads
-        of_mask = bool(mask_bytes) * (r > 1)
-        forward, backward = Traffic((r > 1) + of_mask), Traffic(2 * (r > 1) + of_mask)
-    forward.ring_bytes = (r - 1) * travelling
-    backward.ring_bytes = (r - 1) * (travelling + kv * wide)
+        of_mask = bool(mask_bytes) * (ring > 1)
+        forward.ring_exchanges, backward.ring_exchanges = (ring > 1) + of_mask, 2 * (ring > 1) + of_mask
+    forward.ring_bytes = (ring - 1) * travelling
+    backward.ring_bytes = (ring - 1) * (travelling + kv * wide)
+    if columns > 1:
+        tokens = b * u * s
+        queries, numbers = tokens * (h // u) * d * e, tokens * -(-(h // u) * max(e, 4) // 16) * 16
+        forward.row_exchanges = backward.row_exchanges = 2
+        forward.row_bytes = (columns - 1) * (2 * queries + numbers)
+        backward.row_bytes = (columns - 1) * (3 * queries + (3 if with_lse else 2) * numbers)
     if u > 1:
         lse = b * s * h * max(e, 4) if with_lse else 0
         exchanged = (b * s * (2 * h + 2 * g) * d * e + lse) * (u - 1) // u
@@ -161,8 +184,10 @@ def _same(actual: Traffic, expected: Traffic) -> bool:
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
     full_unless(
-        lambda world, ring, ulysses, rotate: world == 3 or (world == 6 and (ring == 3) == (rotate == "alltoall")),
-        [(*mode, rotate) for mode in MODES for rotate in ("allgather", "alltoall")],
+        lambda world, ring, ulysses, rotate: (
+            world == 3 or rotate == "grid 3x2" or (world == 6 and (ring == 3) == (rotate == "alltoall"))
+        ),
+        [*[(*mode, rotate) for mode in MODES for rotate in ("allgather", "alltoall")], *GRIDS],
     ),
 )
 def test_exchanges_and_bytes_follow_the_formula(
@@ -182,8 +207,10 @@ def test_exchanges_and_bytes_follow_the_formula(
                 assert _same(mine, formula), f"rank {rank} {which}: {problem}: {mine} instead of {formula}"
 
 
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"),
+    [*[(*mode, rotate) for mode in MODES for rotate in ("allgather", "alltoall")], (6, 6, 1, "grid 3x2")],
+)
 def test_a_mask_of_keys_travels_with_k_and_v(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
@@ -205,6 +232,22 @@ def test_a_mask_of_rows_is_sent_to_no_one_around_the_ring(
         for mine, formula in zip(actual, expected, strict=True):
             assert (mine.ring_exchanges, mine.ring_bytes) == (formula.ring_exchanges, formula.ring_bytes)
             assert mine.ulysses_exchanges == formula.ulysses_exchanges
+
+
+@pytest.mark.parametrize("mask", ["rows", "one row heads"])
+def test_a_mask_of_rows_is_sent_along_the_row_of_a_grid(run_ranks: RankPool, mask: str) -> None:
+    """To each rank of the row: this rank's rows over half of the keys, bool, in forward and in backward."""
+    problem = _problem(4, 1, rotate="grid 2x2", mask=mask)
+    sent = B * (S if mask == "rows" else H) * 2 * S
+    for actual in run_ranks(4, _forward_backward, problem, False):
+        for mine, formula in zip(actual, _expected(problem, False), strict=True):
+            assert _same(mine, replace(formula, ulysses_exchanges=1, ulysses_bytes=sent)), (mine, formula)
+
+
+def test_keys_are_on_their_way_before_queries_of_a_row_are_waited_for(run_ranks: RankPool) -> None:
+    problem = _problem(6, 1, rotate="grid 3x2", heads=H, kv_heads=H)
+    for forward, backward in run_ranks(6, _forward_backward, problem, False):
+        assert forward.log[:3] == backward.log[:3] == ["queries", "send", "wait"]
 
 
 def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> None:
@@ -336,12 +379,12 @@ def _saved(rank: int, world: int, problem: Problem) -> tuple[list[str], int]:
     return sorted(names.get(x.data_ptr(), "other") for x in kept), sum(x.nbytes for x in others)
 
 
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, rotate: str) -> None:
+@pytest.mark.parametrize(("world", "rotate"), [(3, "allgather"), (3, "alltoall"), (4, "grid 2x2")])
+def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, world: int, rotate: str) -> None:
     for mask, extra in (("none", []), ("keys", ["mask"]), ("rows", ["mask"])):
-        for names, bytes_ in run_ranks(3, _saved, _problem(3, 1, rotate=rotate, mask=mask)):
+        for names, bytes_ in run_ranks(world, _saved, _problem(world, 1, rotate=rotate, mask=mask)):
             assert names == sorted(["q", "k", "v", "out", "lse", "other", *extra])
-            assert bytes_ == (1 + 3 * 3) * 8  # the agreed lengths, on the host
+            assert bytes_ == (1 + 3 * world) * 8  # the agreed lengths, on the host
 
 
 def test_ulysses_keeps_what_it_exchanged_for_backward(run_ranks: RankPool) -> None:

@@ -25,12 +25,20 @@ ROTATED = [
     for rotate in ("allgather", "alltoall")
     if ring > 1 or rotate == "allgather"
 ]
+GRIDS = [
+    (4, 4, 1, "grid 2x2"),
+    (6, 6, 1, "grid 2x3"),
+    (6, 6, 1, "grid 3x2"),
+    (4, 2, 2, "grid 1x2"),
+    (8, 4, 2, "grid 2x2"),
+]
+ROTATED += GRIDS
 
 
 def by_default(world: int, ring: int, ulysses: int, rotate: str = "") -> bool:
     """Every mode at 3 ranks, where a wrong neighbour or order is visible, and unified attention at 4 and 6."""
     unified = (ring, ulysses) == (2, 2) and rotate != "allgather"
-    return world == 3 or unified or (ring, ulysses, rotate) == (3, 2, "alltoall")
+    return world == 3 or unified or (ring, ulysses, rotate) == (3, 2, "alltoall") or rotate == "grid 3x2"
 
 
 # Query and key heads: many, not divisible by any degree, grouped evenly, one key head, ragged groups.
@@ -101,7 +109,7 @@ def _share(cases: Iterator[Problem], world: int, place: int) -> list[Problem]:
     Args:
         cases: in the order of lengths, masks, and causal or not; each mask is tried with 3 or 2 of the lengths.
     """
-    step, of_lengths = {4: 2, 6: 3}.get(world, 1), 2 * len(MASKS)
+    step, of_lengths = {4: 2, 6: 3, 8: 4}.get(world, 1), 2 * len(MASKS)
     return [x for i, x in enumerate(cases) if (i // of_lengths + i % of_lengths // 4 + place) % step == 0]
 
 

@@ -157,11 +157,14 @@ def test_tangents_and_the_gradients_after_them_are_exact(
     _assert_exact(run_ranks, world, list(_problems(ring, ulysses, rotate)))
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), [(2, 2, 1), (3, 1, 3), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"),
+    [(2, 2, 1, "allgather"), (3, 1, 3, "allgather"), (3, 3, 1, "allgather"), (4, 4, 1, "grid 2x2")],
+)
 def test_every_way_of_asking_for_tangents_gives_the_same(
-    run_ranks: RankPool, world: int, ring: int, ulysses: int
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
-    base = Problem(ring, ulysses, *lengths("uneven", world), heads=6, kv_heads=2, mask="keys", causal=True)
+    base = Problem(ring, ulysses, *lengths("uneven", world), rotate, heads=6, kv_heads=2, mask="keys", causal=True)
     _assert_exact(run_ranks, world, [replace(base, through=x) for x in ("both", "out") for _ in _WAYS])
 
 

@@ -155,6 +155,7 @@ MODES = (
         {"ring": 1, "ulysses": 3},
     ),
     *({"ring": 2, "ulysses": 2}, {"ring": 2, "ulysses": 2, "rotate": "alltoall"}, {"ring": 4}),
+    {"ring": 4, "rotate": "grid"},
 )
 CASES = [
     *(Case(**mode, mask=mask) for mode in MODES for mask in ("", "query", "block")),

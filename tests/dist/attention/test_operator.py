@@ -35,7 +35,8 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     inputs, mask = _inputs(problem, rank)
     groups = groups_for(problem.config).name
     lengths = (list(problem.q_lengths), list(problem.kv_lengths))
-    settings = Settings(problem.causal, 0.4, groups, "auto", problem.rotate, problem.wide, grouped=True)
+    method = problem.config.rotate_method
+    settings = Settings(problem.causal, 0.4, groups, "auto", method, problem.wide, grouped=True)
     arguments = (*inputs, mask, None, *lengths, True, *settings)
     opcheck(attention, arguments, test_utils=tests)
     with torch.no_grad():
@@ -53,17 +54,22 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "layout"),
+    ("world", "ring", "ulysses", "rotate", "layout"),
     full_unless(
-        lambda world, ring, ulysses, layout: (world, ring, layout) == (3, 3, "transposed"),
-        [(*degrees, layout) for degrees in MODES for layout in ("contiguous", "transposed")],
+        lambda world, ring, ulysses, rotate, layout: (world, ring, layout) == (3, 3, "transposed"),
+        [
+            (*mode, layout)
+            for mode in (*((*degrees, "allgather") for degrees in MODES), (4, 4, 1, "grid 2x2"))
+            for layout in ("contiguous", "transposed")
+        ],
     ),
 )
-def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, layout: str) -> None:
+def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, layout: str) -> None:
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
     lengths = tuple(2 + i for i in range(world))
     for mask, heads in (("none", (6, 2)), ("keys", (4, 4))):
-        problem = Problem(ring, ulysses, lengths, lengths, mask=mask, heads=heads[0], kv_heads=heads[1], layout=layout)
+        more = {"mask": mask, "heads": heads[0], "kv_heads": heads[1], "layout": layout}
+        problem = Problem(ring, ulysses, lengths, lengths, rotate, **more)  # type: ignore[arg-type]
         run_ranks(world, _opcheck, problem, tests, timeout_s=120)
 
 
@@ -99,6 +105,7 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
         (3, 3, 1, "alltoall"),
         (3, 1, 3, "allgather"),
         pytest.param(4, 2, 2, "alltoall", marks=pytest.mark.full),
+        (4, 4, 1, "grid 2x2"),
     ],
 )
 def test_a_compiled_function_gives_the_same_numbers(

@@ -23,7 +23,13 @@ from tests.dist.problems import (
 from tests.harness import RankPool
 from tests.harness.cases import full_unless
 
-MODES = [(3, 3, 1, "allgather"), (3, 3, 1, "alltoall"), (3, 1, 3, "allgather"), (4, 2, 2, "alltoall")]
+MODES = [
+    (3, 3, 1, "allgather"),
+    (3, 3, 1, "alltoall"),
+    (3, 1, 3, "allgather"),
+    (4, 2, 2, "alltoall"),
+    (4, 4, 1, "grid 2x2"),
+]
 EVEN_HEADS = {"heads": 4, "kv_heads": 2, "d": 16}
 
 
@@ -69,7 +75,12 @@ def _squared_errors(rank: int, world: int, problems: list[Problem]) -> list[tupl
         assert actual.out.dtype == problem.dtype, problem
         assert all(grad is not None and grad.dtype == problem.dtype for grad in actual.grads.values()), problem
         single = replace(
-            problem, ring=1, ulysses=1, q_lengths=(sum(problem.q_lengths),), kv_lengths=(sum(problem.kv_lengths),)
+            problem,
+            ring=1,
+            ulysses=1,
+            rotate="allgather",
+            q_lengths=(sum(problem.q_lengths),),
+            kv_lengths=(sum(problem.kv_lengths),),
         )
         alone = solve(single, given, 0)
         lse = errors(actual, part_of(expected, problem, rank))["lse"]

@@ -47,6 +47,7 @@ class Case:
         shuffled: ranks hold the tokens in another order than the mask's.
         known: lengths are given; False: exchanged.
         rotates: chunks of keys go around the ring; False: the needed keys are sent.
+        grid: rows and columns; None: a ring.
     """
 
     ring: int
@@ -57,6 +58,12 @@ class Case:
     shuffled: bool
     known: bool
     rotates: bool
+    grid: tuple[int, int] | None = None
+
+    @property
+    def config(self) -> ContextParallelConfig:
+        rotate: Any = "alltoall" if self.rotates else "grid" if self.grid else "allgather"
+        return ContextParallelConfig(self.ring, self.ulysses, rotate_method=rotate, grid=self.grid)
 
     def mask(self) -> SparseMask:
         """The mask of the whole sequence, in the order of the shards."""
@@ -100,16 +107,16 @@ def _lengths(world: int) -> Iterator[tuple[int, ...]]:
     yield (*(0 for _ in range(world - 1)), 21)
 
 
-def cases(ring: int, ulysses: int) -> list[Case]:
+def cases(ring: int, ulysses: int, grid: tuple[int, int] | None = None) -> list[Case]:
     """Every mask with every kind of shards and both transports; the other choices take turns."""
     known, heads, shuffled = (
         cycle((True, False)),
         cycle(((4, 4), (8, 2), (6, 6))),
         cycle((False, True, True, False, False)),
     )
-    transports = (False, True) if ring > 1 else (False,)
+    transports = (False, True) if ring > 1 and not grid else (False,)
     return [
-        Case(ring, ulysses, kind, sizes, next(heads), next(shuffled), next(known), rotates)
+        Case(ring, ulysses, kind, sizes, next(heads), next(shuffled), next(known), rotates, grid)
         for kind, sizes, rotates in product(KINDS, _lengths(ring * ulysses), transports)
     ]
 
@@ -140,10 +147,9 @@ def _check(rank: int, world: int, tried: list[Case]) -> list[str]:
         first = sum(case.lengths[:rank])
         own = case.order()[first : first + case.lengths[rank]]
         local = [x[:, own].clone().requires_grad_() for x in (q, k, v)]
-        rotate = "alltoall" if case.rotates else "allgather"
-        config = ContextParallelConfig(ring_degree=case.ring, ulysses_degree=case.ulysses, rotate_method=rotate)
+        config = case.config
         lengths = list(case.lengths) if case.known else None
-        with mock.patch.object(Ring, "gathers", property(lambda ring: ring.rotate_method == "allgather")):
+        with mock.patch.object(Ring, "gathers", property(lambda ring: ring.rotate_method != "alltoall")):
             found, found_lse = context_parallel_attention(
                 *local,
                 parallel_config=config,
@@ -163,19 +169,20 @@ def _check(rank: int, world: int, tried: list[Case]) -> list[str]:
 
 
 MODES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2), (1, 4)]}
+GRIDS = [(4, 4, 1, (2, 2)), (6, 6, 1, (2, 3)), (6, 6, 1, (3, 2)), (4, 2, 2, (1, 2))]
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses"),
+    ("world", "ring", "ulysses", "grid"),
     full_unless(
-        lambda world, ring, ulysses: (ring, ulysses) in ((3, 1), (2, 2)),
-        [(world, *mode) for world, modes in MODES.items() for mode in modes],
+        lambda world, ring, ulysses, grid: grid == (3, 2) or (ring, ulysses, grid) in ((3, 1, None), (2, 2, None)),
+        [*[(world, *mode, None) for world, modes in MODES.items() for mode in modes], *GRIDS],
     ),
 )
 def test_results_and_gradients_equal_those_of_one_process(
-    run_ranks: RankPool, world: int, ring: int, ulysses: int
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, grid: tuple[int, int] | None
 ) -> None:
-    tried = cases(ring, ulysses)
+    tried = cases(ring, ulysses, grid)
     wrong = [line for lines in run_ranks(world, _check, tried, timeout_s=240) for line in lines]
     assert not wrong, f"{len(wrong)} wrong of {world} x {len(tried)}:\n" + "\n".join(wrong[:10])
 
@@ -191,8 +198,10 @@ def _count(rank: int, world: int, tried: list[Case]) -> list[str]:
         mask, starts = case.mask(), [0, *accumulate(case.lengths)]
         blocks = [(case.order()[a:b] // BLOCK) for a, b in pairwise(starts)]
         some = mask.kinds.bool().flatten(0, 1).any(0)
-        keys = sum(int(some[blocks[to]].any(0)[blocks[rank]].sum()) for to in range(world) if to != rank)
-        config = ContextParallelConfig(ring_degree=world)
+        columns = case.grid[1] if case.grid else 1
+        rows = [torch.cat(blocks[i : i + columns]) for i in range(0, world, columns)]  # in a ring: of each rank
+        keys = sum(int(some[rows[to]].any(0)[blocks[rank]].sum()) for to in range(len(rows)) if to != rank // columns)
+        config = case.config
         q, k, v = (
             torch.randn(BATCH, case.lengths[rank], heads, SIZE, dtype=torch.float64, requires_grad=True)
             for heads in (case.heads[0], case.heads[1], case.heads[1])
@@ -201,15 +210,25 @@ def _count(rank: int, world: int, tried: list[Case]) -> list[str]:
         before = STATS.sent_bytes
         context_parallel_attention(q, k, v, parallel_config=config, enable_gqa=True, block_mask=mask, **lengths)
         sent = STATS.sent_bytes - before
+        row = blocks[rank // columns * columns :][:columns]
+        of_row = (columns - 1) * len(blocks[rank]) * SIZE * 8  # q to the row, and out and lse of its queries
+        of_row += sum(len(x) for i, x in enumerate(row) if i != rank % columns) * SIZE * 8
+        lse = sum(len(x) for i, x in enumerate(row) if i != rank % columns) * -(-case.heads[0] * 8 // 16) * 16
+        sent -= BATCH * (case.heads[0] * of_row + lse)
         expected = keys * BATCH * 2 * case.heads[1] * SIZE * 8
         if sent != expected:
             wrong.append(f"rank {rank} {case}: {sent} bytes sent, {expected} expected")
     return wrong
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
-def test_only_the_keys_of_blocks_that_are_not_empty_are_sent(run_ranks: RankPool, world: int) -> None:
-    tried = [x for x in cases(world, 1) if not x.rotates]
+@pytest.mark.parametrize(
+    ("world", "grid"),
+    full_unless(lambda world, grid: world == 3 or grid, [(2, None), (3, None), (4, None), (4, (2, 2))]),
+)
+def test_only_the_keys_of_blocks_that_are_not_empty_are_sent(
+    run_ranks: RankPool, world: int, grid: tuple[int, int] | None
+) -> None:
+    tried = [x for x in cases(world, 1, grid) if not x.rotates]
     wrong = [line for lines in run_ranks(world, _count, tried) for line in lines]
     assert not wrong, "\n".join(wrong[:10])
 
@@ -229,7 +248,7 @@ def _tangents(rank: int, world: int, tried: list[Case]) -> list[str]:
         dense, mask = case.dense(), case.mask()
         first = sum(case.lengths[:rank])
         own = case.order()[first : first + case.lengths[rank]]
-        config = ContextParallelConfig(ring_degree=case.ring, ulysses_degree=case.ulysses)
+        config = case.config
 
         def attend(q: Tensor, k: Tensor, v: Tensor, config: Any = config, mask: Any = mask) -> Tensor:
             return context_parallel_attention(q, k, v, parallel_config=config, enable_gqa=True, block_mask=mask)
@@ -246,8 +265,12 @@ def _tangents(rank: int, world: int, tried: list[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.full)])
-def test_forward_derivatives_equal_those_of_one_process(run_ranks: RankPool, ring: int, ulysses: int) -> None:
-    tried = [x for x in cases(ring, ulysses) if not x.rotates][::2]
-    wrong = [line for lines in run_ranks(3, _tangents, tried) for line in lines]
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "grid"), full_unless(lambda ring, *_: ring == 3, [(3, 1, None), (1, 3, None), (4, 1, (2, 2))])
+)
+def test_forward_derivatives_equal_those_of_one_process(
+    run_ranks: RankPool, ring: int, ulysses: int, grid: tuple[int, int] | None
+) -> None:
+    tried = [x for x in cases(ring, ulysses, grid) if not x.rotates][::2]
+    wrong = [line for lines in run_ranks(ring * ulysses, _tangents, tried) for line in lines]
     assert not wrong, "\n".join(wrong[:10])

@@ -29,6 +29,7 @@ _MODES = [
     (4, 2, 2, "alltoall"),
     (4, 2, 2, "allgather"),
     (6, 3, 2, "alltoall"),
+    (4, 4, 1, "grid 2x2"),
 ]
 
 

@@ -19,7 +19,6 @@ from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation
 from tests.dist.compare import nothing_narrowed
 from tests.harness import RankPool
 from tests.harness.cases import full_unless, in_turn
-from tests.models.kandinsky import kandinsky5_nabla
 from tests.models.modes import MODES
 from tests.models.tiny import dense_flex_attention
 from tests.models.videos import kandinsky5_nabla

@@ -32,6 +32,7 @@ _LORA = LoraSettings(rank=2, targets=["to_q", "to_v"])
 _LAYOUTS = {
     "ring 2": Layout(ring=2),
     "ring 3 rotated": Layout(ring=3, rotate_method="alltoall"),
+    "grid 2 x 2": Layout(ring=4, rotate_method="grid"),
     "ulysses 2": Layout(ulysses=2),
     "2 x 2": Layout(ring=2, ulysses=2),
     "data 2": Layout(data=2, ring=2),

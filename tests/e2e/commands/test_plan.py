@@ -142,7 +142,7 @@ def test_invalid_settings_are_refused_in_one_line(tmp_path: Path) -> None:
         ("model=Nothing", "diffusers has no class Nothing"),
         ("model=some/folder", "model=some/folder is no folder"),
         ("fixed.cfg=2", "fixed.cfg=2 is for task=sample"),
-        ("fixed.pipe=2", "fixed.pipe cannot be planned: use data, cfg, ring, ulysses"),
+        ("fixed.pipe=2", "fixed.pipe cannot be planned: use one of data, cfg, ring, ulysses"),
         ("+config.num_layres=4", "no such entry, use num_layers"),
         ("+config.num_layers=many", "cannot be built with this configuration"),
         ("height=0", "height=0 must be"),

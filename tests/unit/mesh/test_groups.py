@@ -100,6 +100,30 @@ def test_a_mesh_is_built_once_for_each_process_group() -> None:
         assert (second.data_size, second.context_rank) == (4, 3)
 
 
+def test_a_grid_has_rows_of_neighbours_in_the_ring_and_columns_across(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning_cp")
+    members: set[tuple[str, tuple[int, ...]]] = set()
+    for rank in range(16):
+        with pretended_world(rank, 16):
+            groups = groups_for(ContextParallelConfig(4, 2, rotate_method="grid"))
+            assert groups is groups_for(ContextParallelConfig(4, 2, rotate_method="grid"))
+            assert groups is not groups_for(ContextParallelConfig(4, 2, rotate_method="grid", grid=(1, 4)))
+            for axis, group in (("row", groups.row), ("column", groups.column)):
+                assert group is not None
+                members.add((axis, tuple(dist.get_process_group_ranks(group))))
+    expected = {(0, 2), (4, 6), (1, 3), (5, 7)}
+    assert {x for axis, x in members if axis == "row"} == expected | {(a + 8, b + 8) for a, b in expected}
+    expected = {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert {x for axis, x in members if axis == "column"} == expected | {(a + 8, b + 8) for a, b in expected}
+    assert not caplog.messages
+    with pretended_world(0, 3):
+        for _ in range(2):
+            groups = groups_for(ContextParallelConfig(3, rotate_method="grid"))
+            assert groups is groups_for(ContextParallelConfig(3))
+    assert len(caplog.messages) == 1
+    assert "one column" in caplog.messages[0]
+
+
 def test_two_meshes_of_one_shape_have_separate_groups() -> None:
     with pretended_world(5, 8):
         names = (("dp", "ring", "ulysses"), ("ring", "ulysses", "dp"))

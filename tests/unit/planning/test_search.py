@@ -182,7 +182,7 @@ def test_the_fastest_layout_is_that_of_an_exhaustive_search(task: Any) -> None:
         ({"memory_gb": 0}, "memory_gb=0 must be a number above 0"),
         ({"memory_gb": 1, "reserved_gb": 2}, "reserved_gb=2 must be less than the memory of a rank, 1 GB"),
         ({"task": "fly"}, "task='fly' must be train or sample"),
-        ({"fixed": {"patches": 2}}, "fixed.patches cannot be planned: use data, cfg"),
+        ({"fixed": {"patches": 2}}, "fixed.patches cannot be planned: use one of data, cfg"),
         ({"others": {"vae": 99}}, r"reserved_gb=2.0 \+ vae 99 must be less than the memory of a rank"),
     ],
 )

@@ -95,7 +95,7 @@ def test_the_strategies_and_conf_have_the_settings_with_the_same_defaults() -> N
         ({"stall_s": math.nan}, "stall_s=nan must be"),
         ({"check_peers": "no"}, "check_peers='no' must be one of sampled, first, always, off"),
         ({"ring": 0}, "ring=0 must be at least 1"),
-        ({"rotate_method": "ring"}, "rotate_method='ring' must be one of allgather, alltoall"),
+        ({"rotate_method": "ring"}, "rotate_method='ring' must be one of allgather, alltoall, grid"),
     ],
 )
 def test_a_bad_setting_is_refused_when_the_strategy_is_built(setting: dict[str, Any], message: str) -> None:

@@ -63,7 +63,7 @@ def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
     assert half[1] > 100_000, "the CPU's kernel keeps sums in float32"
 
 
-_MODES = ["ring allgather", "ring alltoall", "Ulysses", "unified", "diffusers Ulysses"]
+_MODES = ["ring allgather", "ring alltoall", "Ulysses", "grid", "unified", "diffusers Ulysses"]
 
 
 def _host_result(**given: list[int]) -> Result:
