@@ -24,7 +24,7 @@ model.transformer.joint_attention_dim model.transformer.num_single_layers
 model.transformer.pooled_projection_dim model.transformer.text_dim negative_prompt objective.density
 objective.sigma_range optim.adjust_lr_fn optim.d_coef optim.safeguard_warmup optim.use_bias_correction output
 precompute.frames precompute.sizes prompts sampling.at_start sampling.call sampling.fps sampling.prompts shard
-shares strategy.data_parallel strategy.degrees strategy.kernel strategy.object strategy.ring
+shares strategy.data_parallel strategy.degrees strategy.grid strategy.kernel strategy.object strategy.ring
 strategy.rotate_method strategy.shares strategy.ulysses transformer validation.quantiles
 """
 _GROUPS = ("cache", "data", "logger", "model", "optim", "sampling", "strategy")
