@@ -84,9 +84,9 @@ FAULTS = (
     ),
     Fault(
         "pipelines/guidance/branches.py",
-        "results = [compute(*batch, branch)",
-        "results = [compute(*batches[0], branch)",
-        "dist/pipelines/test_pipe_stages.py",
+        "kwargs, self.ranks.cfg)[self.ranks.cfg_rank]",
+        "kwargs, self.ranks.cfg)[0]",
+        "dist/pipelines/test_guidance.py",
     ),
     # settings: a rule removed, a bound moved, the names of a message exchanged
     Fault("app/settings/table.py", 'Setting("log_every", Integer(1)),', "", "unit/app/test_rules.py"),
@@ -111,7 +111,7 @@ FAULTS = (
         "unit/checkpoint faults/checkpoint",
     ),
     Fault("checkpoint/manifest.py", "if version != FORMAT:", "if False:", "unit/checkpoint faults/checkpoint"),
-    Fault("comm/agree.py", "if text is not None:", "if False:", "dist/pipelines/test_prompts.py"),
+    Fault("comm/shards.py", "if other != by_rank[0]:", "if False:", "dist/attention/test_shares.py"),
     Fault("launch/cause.py", "exit_code=128 - code", "exit_code=0", "unit/launch faults/launch"),
 )
 
