@@ -2,7 +2,8 @@
 
 The transfer of the next slice overlaps with the attention of the current one. All keys of a head are available at once,
 so partial results are merged only in the first slice and at causal boundaries. Memory is bounded: two receive buffers
-of one slice each, used in turn. The transfer of the first slice overlaps with attention over the local keys.
+of one slice each, used in turn. The transfer of the first slice overlaps with attention over the local keys, on a grid
+with the transfer of the queries.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def gathered_keys(
         received, local, pending = following
         if index + 1 < len(slices):
             following = start(index + 1)
-        local_keys = (k[:, :, heads.key], v[:, :, heads.key]) if index == 0 else None
+        comes_first = index == 0 and ring.row is None  # a grid merges once, after the row's exchange
+        local_keys = (k[:, :, heads.key], v[:, :, heads.key]) if comes_first else None
         yield heads, _pieces(_Slice(of_all, heads), received, pending, local_keys, q, ring)
         BUFFERS.give(local)
     BUFFERS.give(*buffers)

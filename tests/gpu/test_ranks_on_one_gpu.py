@@ -45,7 +45,13 @@ def _errors_on_gpu(rank: int, world: int, problems: list[Problem]) -> list[tuple
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
-    [(3, 3, 1, "allgather"), (3, 3, 1, "alltoall"), (3, 1, 3, "allgather"), (4, 2, 2, "alltoall")],
+    [
+        (3, 3, 1, "allgather"),
+        (3, 3, 1, "alltoall"),
+        (3, 1, 3, "allgather"),
+        (4, 2, 2, "alltoall"),
+        (4, 4, 1, "grid 2x2"),
+    ],
 )
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 def test_attention_is_right_where_ranks_share_a_gpu(

@@ -8,6 +8,7 @@ from lightning_cp import ContextParallelConfig
 MODES = {
     "ring": lambda n: ContextParallelConfig(ring_degree=n),
     "rotation": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
+    "grid": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="grid"),
     "ulysses": lambda n: ContextParallelConfig(ulysses_degree=n),
     "unified": lambda n: ContextParallelConfig(ring_degree=2, ulysses_degree=n // 2),
     "unified3": lambda n: ContextParallelConfig(ring_degree=3, ulysses_degree=n // 3),

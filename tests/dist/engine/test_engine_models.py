@@ -39,7 +39,7 @@ def _configs(world: int) -> list[ContextParallelConfig]:
         ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate)
         for ring, ulysses in _DEGREES[world]
         for rotate in (("allgather", "alltoall") if ring > 1 else ("allgather",))
-    ]
+    ] + [ContextParallelConfig(world, rotate_method="grid")] * (world == 4)
 
 
 def _compare(rank: int, world: int, name: str, theirs: bool, text: int | None = None) -> list[tuple[str, float, float]]:

@@ -88,6 +88,7 @@ _FULL = [
     *((name, "first_block", mode, 3) for name, mode in in_turn(FIRST_BLOCK, ("ulysses", "ring"))),
     *(("wan", cache, "unified", 4) for cache in ("broadcast", "faster", "sea", "mag", "taylorseer")),
     *(("flux", cache, "ring", 3) for cache in ("broadcast", "taylorseer", "taylorseer_lite")),
+    ("wan", "first_block", "grid", 4),
     ("flux2", "mag", "ring", 3),
     ("kandinsky5", "mag", "ring", 3),
     ("hunyuan_video", "mag", "ulysses", 3),

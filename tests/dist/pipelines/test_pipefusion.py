@@ -50,6 +50,7 @@ _CASES = {
     "flux_cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "patches": 3, "cfg": 2}),
     "sd3_cfg_ring": ("sd3", 4, {"ring_degree": 2}, {"patches": 2, "cfg": 2}),
     "flux_ring": ("flux", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
+    "flux_grid": ("flux", 4, {"ring_degree": 4, "rotate_method": "grid"}, {"patches": 3}),
     "hunyuan_ulysses": ("hunyuan_video", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
     "proportional_attention": ("lumina", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
