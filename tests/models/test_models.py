@@ -29,11 +29,7 @@ _TRIALS += [
 ]
 _TRIALS += [(name, mode, 4) for name in TINY for mode in ("unified", "grid")]
 _TRIALS += [(name, "replay", 3) for name in FIRST.values()]
-<<<<<<< HEAD
-_TRIALS += [(name, mode, 6) for name in FIRST.values() for mode in ("unified", "unified3")]
-=======
-_TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3", "grid")]
->>>>>>> 3c027d1c (Grid: one kernel call over all keys of the column, and tests in every matrix)
+_TRIALS += [(name, mode, 6) for name in FIRST.values() for mode in ("unified", "unified3", "grid")]
 _SPREAD = [("ring", 3), ("ulysses", 3), ("rotation", 3)]
 _SPECIAL = [("flux", "grid", 4), ("ltx_timestep_column", "ring", 3), ("lumina_next_proportional", "ulysses", 3)]
 
