@@ -195,9 +195,15 @@ def _begun(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring, by_
 def _with_product(product: Tensor, grad: Tensor) -> Tensor:
     """Return a tensor x in grad's shape and dtype with sum(x grad) = product, [b, s, h].
 
-    Kernels read out only to compute sum(out grad), so this one number is sent in place of out. Two entries of x hold
-    it, those where grad is largest: what one of them loses by rounding is in the other one.
+    Kernels read out only to compute sum(out grad), so this one number is sent in place of out. Without rounding to a
+    narrower dtype, x is a multiple of grad. Otherwise two entries of x hold it, those where grad is largest: what one
+    of them loses by rounding is in the other one.
     """
+    if grad.dtype == product.dtype:
+        largest = grad.abs().amax(-1, keepdim=True)
+        largest = largest.masked_fill_(largest == 0, 1)
+        unit = grad / largest  # its square cannot underflow
+        return unit.mul_(product.unsqueeze(-1) / (largest * unit.square().sum(-1, keepdim=True).clamp_(min=1)))
     found, wide = torch.zeros_like(grad), grad.to(product.dtype)
     rest, sizes = product.unsqueeze(-1), wide.abs()
     for _ in range(2):

@@ -21,7 +21,7 @@ from lightning_cp import (
     parallelize_pipeline,
 )
 from lightning_cp.attention import operator
-from lightning_cp.attention.ring import ring_forward
+from lightning_cp.attention.grid import grid_forward
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
@@ -97,13 +97,13 @@ def _divided(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, set[i
 
     def attended(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         heads.add(q.shape[2])
-        return ring_forward(q, *args, **kwargs)
+        return grid_forward(q, *args, **kwargs)
 
     apply_context_parallel(model, config, shares=SHARES[world])
     model.blocks[0].attn1.register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(_first(args, kwargs)), with_kwargs=True
     )
-    with mock.patch.object(operator, "ring_forward", attended):
+    with mock.patch.object(operator, "grid_forward", attended):
         model(**wan().arguments(), return_dict=False)
     return tokens[0], heads
 
