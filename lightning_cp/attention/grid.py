@@ -115,7 +115,7 @@ def grid_tangents(
     mask = _mask_of_row(mask, row, ring)
     q, dq, lse = gathered.wait()
     nothing = PartialAttention(torch.zeros_like(q), lse)  # what it subtracts is subtracted from the sum below
-    found = ring_tangents(inputs._replace(query=q), tangents._replace(query=dq), nothing, mask, ring=ring)
+    found = ring_tangents(Inputs(q, *inputs[1:]), Inputs(dq, *tangents[1:]), nothing, mask, ring=ring)
     gathered.free()
     outs, lses = _ToOwners(found, row).wait()
     total = lses.sum(0)

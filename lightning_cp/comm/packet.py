@@ -69,7 +69,7 @@ def unpack_tensors(buffer: Tensor, layout: Layout) -> list[Tensor]:
     views, start = [], 0
     for piece in layout:
         of_piece = buffer[..., start : start + piece.size_bytes].view(piece.dtype)
-        views.append(of_piece.view(*buffer.shape[:-1], *piece.shape))
+        views.append(of_piece.view((*buffer.shape[:-1], *piece.shape)))
         start += _padded(piece.size_bytes)
     return views
 

@@ -55,7 +55,7 @@ LAYERS = (
 )
 MAX_LINES = {
     "app": 12120,
-    "attention": 4540,
+    "attention": 4550,
     "callbacks": 410,
     "checkpoint": 1430,
     "comm": 1380,

@@ -152,7 +152,7 @@ def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, name: str) -> None:
     for ours, single in run_ranks(3, _autocast, name):
-        assert 1e-4 < single < 0.1
+        assert 1e-4 < single < 0.3
         assert ours <= 1.5 * single
 
 
