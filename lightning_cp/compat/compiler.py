@@ -100,14 +100,17 @@ def trace_into(stand_ins: Mapping[Any, Any]) -> None:
     """Let dynamo trace stand-ins for torch's functions, also in the place of the original, where code holds that.
 
     Dynamo puts torch's functions into graphs as they are. It looks them up by name when it first traces something.
+    Functions that were compiled before do not know the stand-ins, so they are compiled again.
 
     Args: stand_ins: by original function.
     """
-    rules = _rules()
+    rules, are_new = _rules(), False
     for original, stand_in in stand_ins.items() if rules else ():
         rule = rules.pop(stand_in, None) or rules.get(original)
         if rule is not None and not hasattr(rule, "before"):
-            rules[original] = _traced_as(getattr(stand_in, "__func__", stand_in), rule)
+            rules[original], are_new = _traced_as(getattr(stand_in, "__func__", stand_in), rule), True
+    if are_new:
+        torch.compiler.reset()
 
 
 def trace_as_before(originals: Iterable[Any]) -> None:

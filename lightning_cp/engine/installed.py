@@ -196,12 +196,9 @@ class Installed(ForwardWrapper):
     def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
-        are_new = not are_installed()
         try:
             self._install_plan()
             self.caches.reset()  # steps of whole tokens would not fit
-            if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
-                torch.compiler.reset()
         except BaseException:
             strip(self.module.modules())
             release_stand_ins(self)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.compat import compiler
 from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.errors import InterceptionError
 from tests.dist.compare import averaged, outcome, worst
@@ -127,8 +129,16 @@ def test_captured_functions_are_followed_in_compiled_code(run_ranks: RankPool, w
         assert max(errors) < _EXACT
 
 
-def _compiled_before(rank: int, world: int) -> float:
-    """Error of a block that calls a function which was compiled, and has run, before the plan was applied."""
+def _compiled_before(rank: int, world: int, has_other: bool) -> float:
+    """Error of a block that calls a function which was compiled, and has run, before the plan was applied.
+
+    Args: has_other: another model was parallel before torch's compiler was imported.
+    """
+    if has_other:
+        _CALLS[:] = [_default]
+        other = model_of(Block, 1)
+        with mock.patch.object(compiler, "dynamo_is_imported", return_value=False):
+            apply_context_parallel(other, ContextParallelConfig(ring_degree=world), PLAN)
     function = torch.compile(_default, backend="eager", dynamic=False)
     _CALLS[:] = [function]
     model, x = model_of(Block, 1), _x(4 * world)
@@ -141,5 +151,6 @@ def _compiled_before(rank: int, world: int) -> float:
     return max(float((out - expected).abs().max()) for out in outputs)
 
 
-def test_functions_that_were_compiled_before_are_followed(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _compiled_before)) < _EXACT
+@pytest.mark.parametrize("has_other", [False, True])
+def test_functions_that_were_compiled_before_are_followed(run_ranks: RankPool, has_other: bool) -> None:
+    assert max(run_ranks(3, _compiled_before, has_other)) < _EXACT
