@@ -27,8 +27,11 @@ def plan_example(example: Example) -> Degrees:
 
     Raises: ValueError: see `choose_degrees`.
     """
-    fixed: dict[str, object] = {"sharded": example.sharded, "rotate_method": example.rotate_method}
-    fixed["checkpointing"] = "none"  # its own is in the module
+    fixed: dict[str, object] = {
+        "sharded": example.sharded,
+        "rotate_method": example.rotate_method,
+        "checkpointing": "none",  # its own is in the module
+    }
     if example.data is not None:
         fixed["data"] = example.data
     device = device_of(example.gpu, example.node_ranks)

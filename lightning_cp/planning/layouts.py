@@ -11,6 +11,7 @@ from lightning_cp.planning.step import Checkpointing, Layout
 
 Task = Literal["train", "sample"]
 _DEGREES = ("data", "cfg", "ring", "ulysses")
+_FIXED = (*_DEGREES, "sharded", "checkpointing", "rotate_method")
 LEVELS: tuple[Checkpointing, ...] = ("none", "selective", "full")  # from the most memory to the least
 
 
@@ -48,9 +49,8 @@ def shard_ranks(layout: Layout, task: Task) -> int:
 def check_fixed(fixed: Mapping[str, object], task: Task) -> None:
     """Check degrees that a user sets. Raises: ValueError: an unknown one, or one that the task does not have."""
     for name, value in fixed.items():
-        known = (*_DEGREES, "sharded", "checkpointing", "rotate_method")
-        if name not in known:
-            raise ValueError(f"fixed.{name} cannot be planned: use one of {', '.join(known)}")
+        if name not in _FIXED:
+            raise ValueError(f"fixed.{name} cannot be planned: use one of {', '.join(_FIXED)}")
         if name == "rotate_method" and value not in ROTATE_METHODS:
             raise ValueError(f"fixed.rotate_method={value} must be one of {', '.join(ROTATE_METHODS)}")
         only = {"cfg": "sample", "checkpointing": "train"}.get(name, task)

@@ -163,8 +163,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         print(f"The step cache skipped {skipped_fraction(transformers):.1%} of the calls of cached modules.")
     sampling = times.encode_s + times.denoise_s + times.decode_s
     stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
-    seconds = {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}
-    return {**seconds, "fastest_call": times.fastest_call_s}
+    write = time.perf_counter() - loaded - sampling
+    return {"load": loaded - started, **stages, "write": write, "fastest_call": times.fastest_call_s}
 
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:

@@ -57,50 +57,31 @@ def counted() -> Iterator[Traffic]:
 
         setattr(module, name, wrapper)
 
-    def of_ring(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.ring_exchanges += 1
-        traffic.ring_bytes += sum(buffer.nbytes for _, buffer in sends)
-        traffic.log.append("send")
+    def note(axis: str, sent_bytes: int, *words: str) -> None:
+        setattr(traffic, f"{axis}_exchanges", getattr(traffic, f"{axis}_exchanges") + 1)
+        setattr(traffic, f"{axis}_bytes", getattr(traffic, f"{axis}_bytes") + sent_bytes)
+        traffic.log.extend(words)
 
-    def of_gather(mine: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.ring_exchanges += 1
-        traffic.ring_bytes += mine.nbytes * (group.size() - 1)
-        traffic.log.append("send")
+    def of_sends(axis: str, *words: str) -> Any:
+        return lambda sends, receives, *, group: note(axis, sum(buffer.nbytes for _, buffer in sends), *words)
 
-    def of_grads(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.ring_exchanges += 1
-        traffic.ring_bytes += _to_others(sent, sizes, group)
-        traffic.log.append("send")
+    def of_gather(axis: str, *words: str) -> Any:
+        return lambda mine, received, sizes, *, group: note(axis, mine.nbytes * (group.size() - 1), *words)
 
-    def of_row_gather(mine: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.row_exchanges += 1
-        traffic.row_bytes += mine.nbytes * (group.size() - 1)
-        traffic.log.append("queries")
-
-    def of_row(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.row_exchanges += 1
-        traffic.row_bytes += _to_others(sent, sizes, group)
-        traffic.log.append("results")
-
-    def of_ulysses(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.ulysses_exchanges += 1
-        traffic.ulysses_bytes += sum(buffer.nbytes for _, buffer in sends)
-
-    def of_joint_heads(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.ulysses_exchanges += 1
-        traffic.ulysses_bytes += _to_others(sent, sizes, group)
+    def of_exchange(axis: str, *words: str) -> Any:
+        return lambda sent, received, sizes, *, group: note(axis, _to_others(sent, sizes, group), *words)
 
     def sizes(*_: Any, **__: Any) -> None:
         traffic.size_exchanges += 1
 
-    patch(rotation, "exchange", of_ring)
-    patch(packet, "gather_flat", of_gather)
-    patch(gathered, "gather_flat", of_gather)
-    patch(gathered, "exchange_flat", of_grads)
-    patch(grid, "gather_flat", of_row_gather)
-    patch(grid, "exchange_flat", of_row)
-    patch(ulysses, "exchange", of_ulysses)
-    patch(heads, "exchange_flat", of_joint_heads)
+    patch(rotation, "exchange", of_sends("ring", "send"))
+    patch(packet, "gather_flat", of_gather("ring", "send"))
+    patch(gathered, "gather_flat", of_gather("ring", "send"))
+    patch(gathered, "exchange_flat", of_exchange("ring", "send"))
+    patch(grid, "gather_flat", of_gather("row", "queries"))
+    patch(grid, "exchange_flat", of_exchange("row", "results"))
+    patch(ulysses, "exchange", of_sends("ulysses"))
+    patch(heads, "exchange_flat", of_exchange("ulysses"))
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
     patch(keys, "attend", lambda *_, **__: traffic.log.append("attend"))
