@@ -1,9 +1,35 @@
 """Measure attention, a training step and sampling: in one process, in every mode of lightning_cp, and in diffusers'.
 
-The same as `lightning-cp bench`.
+    lightning-cp bench
+    lightning-cp bench bench=quick
+
+`bench` chooses the settings, which name their program: modes, sparse masks, data, one GPU, or long clips. `--help`
+lists them. The results are in the run directory.
 """
 
-from lightning_cp.app.commands.bench import main
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lightning_cp.recipes.runs.command import command
+
+PROGRAMS = ("modes", "sparse", "data", "gpu.run", "long_clips.run")
+
+
+@command("bench", "bench")
+def main(config: DictConfig) -> None:
+    """Check the settings and run their program."""
+    if config.program not in PROGRAMS:
+        sys.exit(f"error: program={config.program} is not valid: must be one of {', '.join(PROGRAMS)}")
+    program = import_module(f"lightning_cp.recipes.benchmarks.{config.program}")
+    problem = program.check_settings(config)
+    if problem:
+        sys.exit(f"error: {problem}")
+    program.run(config, Path(HydraConfig.get().runtime.output_dir))
+
 
 if __name__ == "__main__":
     main()

@@ -91,13 +91,13 @@ FAULTS = (
         "pipelines/test_pipelines.py",
     ),
     # settings: a rule removed, a bound moved, the names of a message exchanged
-    Fault("app/settings/table.py", 'Setting("log_every", Integer(1)),', "", "unit/app/test_rules.py"),
-    Fault("rules.py", "value > self.above", "value >= self.above", "unit/app/test_rules.py"),
+    Fault("recipes/settings/table.py", 'Setting("log_every", Integer(1)),', "", "unit/recipes/test_rules.py"),
+    Fault("rules.py", "value > self.above", "value >= self.above", "unit/recipes/test_rules.py"),
     Fault(
-        "app/settings/consistency.py",
+        "recipes/settings/consistency.py",
         "trace_step={step} is not valid: must be at most max_steps={last}",
         "max_steps={last} is not valid: must be at most trace_step={step}",
-        "unit/app/test_settings.py",
+        "unit/recipes/test_settings.py",
     ),
     Fault(
         "strategies/settings.py",

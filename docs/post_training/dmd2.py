@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from lightning_cp import pytorch as strategies
-from lightning_cp.app.digits import NUM_CLASSES, Digits, load_scans
-from lightning_cp.app.sampling.recognise import recognise_digits
-from lightning_cp.app.sampling.trained import load_denoiser
 from lightning_cp.data import RandomStream
+from lightning_cp.recipes.digits.data import NUM_CLASSES, Digits, load_scans
+from lightning_cp.recipes.digits.recognise import recognise_digits
+from lightning_cp.recipes.sampling.trained import load_denoiser
 from lightning_cp.training import sample_noise
 
 SETTINGS = {

@@ -15,12 +15,12 @@ from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 
 from lightning_cp import fabric as strategies
-from lightning_cp.app.digits import NUM_CLASSES, Digits
-from lightning_cp.app.sampling.recognise import recognise_digits
-from lightning_cp.app.sampling.trained import load_denoiser
 from lightning_cp.data import RandomStream
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.objectives import dpo_loss, reference_policy
+from lightning_cp.recipes.digits.data import NUM_CLASSES, Digits
+from lightning_cp.recipes.digits.recognise import recognise_digits
+from lightning_cp.recipes.sampling.trained import load_denoiser
 from lightning_cp.training import sample_noise, sample_times
 
 SETTINGS = {

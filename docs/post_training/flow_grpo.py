@@ -14,13 +14,13 @@ import torch
 from lightning.fabric import Fabric
 from omegaconf import OmegaConf
 
-from lightning_cp.app.digits import NUM_CLASSES, Digits
-from lightning_cp.app.sampling.recognise import recognise_digits
-from lightning_cp.app.sampling.trained import load_denoiser
 from lightning_cp.data import RandomStream
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.objectives import gaussian_kl, group_advantages, policy_loss, reference_policy, sde_step
+from lightning_cp.recipes.digits.data import NUM_CLASSES, Digits
+from lightning_cp.recipes.digits.recognise import recognise_digits
+from lightning_cp.recipes.sampling.trained import load_denoiser
 from lightning_cp.training import sample_noise
 
 SETTINGS = {

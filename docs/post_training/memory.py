@@ -10,12 +10,12 @@ import sys
 
 from hydra import compose, initialize_config_dir
 
-from lightning_cp.app.planning.settings import request_of
-from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import of_dtype
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.step import Layout
+from lightning_cp.recipes.planning.settings import request_of
+from lightning_cp.recipes.runs.command import conf_dir
 
 RINGS = (1, 2, 4)
 KEPT = ("weights", "gradients", "optimizer")

@@ -31,6 +31,7 @@ from lightning_cp.launch.rendezvous import take_listener
 
 Target = Callable[[Path], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
+_OWN_DIRS = {PACKAGE_DIR, (PACKAGE_DIR / "recipes").resolve()}  # in a clone, recipes/ stands beside the package
 _ports: list[int] = []  # ports for this process's later jobs; the first job uses the launcher's MASTER_PORT
 
 
@@ -40,6 +41,12 @@ def load_target(target: str) -> Target:
     module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     function: Target = getattr(module, name)
     return function
+
+
+def target_of(function: Target) -> str:
+    """Return the name by which `load_target` finds a function, also one of the program that runs."""
+    main = sys.modules["__main__"].__file__ if function.__module__ == "__main__" else None
+    return f"{os.path.abspath(main) if main else function.__module__}:{function.__name__}"
 
 
 def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int | None:
@@ -91,7 +98,7 @@ def was_raised_for_the_user(error: BaseException) -> bool:
     if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    is_in_package = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
+    is_in_package = bool(frames) and not _OWN_DIRS.isdisjoint(Path(frames[-1].filename).resolve().parents)
     is_raise = is_in_package and (frames[-1].line or "raise").startswith("raise")  # not a bug in that line
     return is_raise and kind in (ValueError, TypeError, OSError, FileNotFoundError)
 

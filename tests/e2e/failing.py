@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.app.denoisers import WanDenoiser
+from lightning_cp.recipes.digits.denoisers import WanDenoiser
 
 
 class FailingDenoiser(WanDenoiser):

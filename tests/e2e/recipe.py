@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from lightning_cp.app.training.loop import StepReport
-from lightning_cp.app.training.records import read_metrics
+from lightning_cp.recipes.training.loop import StepReport
+from lightning_cp.recipes.training.records import read_metrics
 from tests.harness import warm
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_cp.app.digits import Digits
+from lightning_cp.recipes.digits.data import Digits
 
 
 class SpoiltDigits(Digits):

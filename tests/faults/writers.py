@@ -11,17 +11,6 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from lightning_cp.app.benchmark.gpu.page import write_page
-from lightning_cp.app.benchmark.gpu.results import Result, write_results
-from lightning_cp.app.benchmark.plots import draw_workload
-from lightning_cp.app.benchmark.report import write_csv
-from lightning_cp.app.benchmark.subject import SINGLE_RANK
-from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
-from lightning_cp.app.runs.outcome import Outcome, Status
-from lightning_cp.app.runs.saved_settings import save_settings
-from lightning_cp.app.runs.sweep import draw_sweep, summarise_sweep
-from lightning_cp.app.sampling.media import write_sample
-from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_curve
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
 from lightning_cp.files import new_file, writing_new
@@ -29,6 +18,17 @@ from lightning_cp.finetune.latent_cache.store import write_file, write_tensors
 from lightning_cp.finetune.precompute.run import _complete
 from lightning_cp.finetune.precompute.settings import Precomputed
 from lightning_cp.media import Skipped
+from lightning_cp.recipes.benchmarks.gpu.page import write_page
+from lightning_cp.recipes.benchmarks.gpu.results import Result, write_results
+from lightning_cp.recipes.benchmarks.plots import draw_workload
+from lightning_cp.recipes.benchmarks.report import write_csv
+from lightning_cp.recipes.benchmarks.subject import SINGLE_RANK
+from lightning_cp.recipes.digits.denoisers import CONDITIONING_FILE, save_conditioning
+from lightning_cp.recipes.runs.outcome import Outcome, Status
+from lightning_cp.recipes.runs.saved_settings import save_settings
+from lightning_cp.recipes.runs.sweep import draw_sweep, summarise_sweep
+from lightning_cp.recipes.sampling.media import write_sample
+from lightning_cp.recipes.training.records import COLUMNS, MetricsFile, draw_loss_curve
 from lightning_cp.sampling.tiles import write_png
 
 TEXT = "new " * 20

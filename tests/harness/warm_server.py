@@ -49,9 +49,9 @@ PRELOADED = (
     "hydra.core.singleton",
     "hydra.core.hydra_config",
     "lightning_cp.pytorch",
-    "lightning_cp.app.runs.recipe",
-    "lightning_cp.app.training.fit",
-    "lightning_cp.app.sampling.show",
+    "lightning_cp.recipes.runs.recipe",
+    "lightning_cp.recipes.training.fit",
+    "lightning_cp.recipes.sampling.show",
     "lightning_cp.launch.rank",
 )
 

@@ -10,6 +10,14 @@ from pathlib import Path
 import lightning_cp
 
 PACKAGE = Path(lightning_cp.__file__).parent
+RECIPES = PACKAGE.parent / "recipes"  # in a wheel, lightning_cp.recipes
+
+
+@cache
+def source_files() -> dict[Path, Path]:
+    """Return all Python files of the package and of the recipes: path in a wheel, relative to the package -> file."""
+    folders = {PACKAGE: Path(), RECIPES: Path("recipes")}
+    return {start / file.relative_to(x): file for x, start in folders.items() for file in sorted(x.rglob("*.py"))}
 
 
 @cache
@@ -19,8 +27,7 @@ def imported_modules() -> tuple[tuple[Path, int, str], ...]:
 
 
 def _imported_modules() -> Iterator[tuple[Path, int, str]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = file.relative_to(PACKAGE)
+    for path, file in source_files().items():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
@@ -38,19 +45,20 @@ def imported_files() -> dict[str, set[str]]:
 
     A name that a folder's `__init__` passes on counts as one of the module that defines it.
     """
-    names = {_module(file): _imported_names(file) for file in PACKAGE.rglob("*.py")}
+    names = {_module(path): _imported_names(file) for path, file in source_files().items()}
+    folders = {module.rpartition(".")[0] for module in names}
 
     def origin(module: str, name: str) -> str:
         if f"{module}.{name}" in names:  # a module of the folder
             return f"{module}.{name}"
         passed_on = next(((x, n) for x, n in names[module] if n == name), None)
-        return origin(*passed_on) if passed_on and (PACKAGE.parent / module.replace(".", "/")).is_dir() else module
+        return origin(*passed_on) if passed_on and module in folders else module
 
     return {module: {origin(*x) for x in found} - {module} for module, found in names.items()}
 
 
-def _module(file: Path) -> str:
-    parts = ("lightning_cp", *file.relative_to(PACKAGE).with_suffix("").parts)
+def _module(path: Path) -> str:
+    parts = ("lightning_cp", *path.with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -1,4 +1,4 @@
-"""The library imports core dependencies only; the packages of the extra `recipes` are for `lightning_cp/app`."""
+"""The library imports core dependencies only; the packages of the extra `recipes` are for `recipes`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _imported() -> set[tuple[str, str]]:
 def test_the_library_imports_core_dependencies_only() -> None:
     core = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in PROJECT["dependencies"]}  # type: ignore[index]
     allowed = core | BROUGHT_ALONG | set(sys.stdlib_module_names) | {"lightning_cp"}
-    library = sorted(edge for edge in _imported() if not edge[0].startswith("app/"))
+    library = sorted(edge for edge in _imported() if not edge[0].startswith("recipes/"))
     wrong = [f"{path}: {name}" for path, name in library if name not in allowed | OPTIONAL.get(path, set())]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_exceptions_are_still_needed() -> None:
-    library = {edge for edge in _imported() if not edge[0].startswith("app/")}
+    library = {edge for edge in _imported() if not edge[0].startswith("recipes/")}
     assert {(path, name) for path, names in OPTIONAL.items() for name in names} <= library
     assert {name for _, name in library} >= BROUGHT_ALONG

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
-from lightning_cp.app.benchmark.trace import read_trace, record_trace, spans_of
 from lightning_cp.attention import gathered
+from lightning_cp.recipes.benchmarks.trace import read_trace, record_trace, spans_of
 from tests.harness import RankPool
 
 TOKENS, HEADS, HEAD_DIM = 768, 6, 16

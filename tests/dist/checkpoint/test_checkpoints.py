@@ -11,12 +11,12 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_cp.app.training.run import check_same_checkpoint
-from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.store import CheckpointWriter, flatten_state
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
+from lightning_cp.recipes.training.run import check_same_checkpoint
+from lightning_cp.recipes.training.state import TrainState
 from lightning_cp.training import WeightAverage
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.ranks import DataShard

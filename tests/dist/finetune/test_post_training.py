@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cp import fabric, pytorch
-from lightning_cp.app.denoisers import FluxDenoiser
 from lightning_cp.finetune import LoraSettings, add_lora
+from lightning_cp.recipes.digits.denoisers import FluxDenoiser
 from tests.dist.lightning_ranks import fabric_of, trainer_of, whole
 from tests.e2e.recipe import ROOT
 from tests.harness import RankPool

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.app.benchmark.gpu.page import errors_of
-from lightning_cp.app.benchmark.gpu.results import read_results
-from lightning_cp.app.benchmark.gpu.run import STAGES
+from lightning_cp.recipes.benchmarks.gpu.page import errors_of
+from lightning_cp.recipes.benchmarks.gpu.results import read_results
+from lightning_cp.recipes.benchmarks.gpu.run import STAGES
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
 

@@ -35,10 +35,9 @@ def test_the_doctor_tries_every_mode_and_is_content(cold: bool) -> None:
 def _changed(folder: Path, text: str, other: str) -> Path:
     """A doctor with another text in its code, as a script."""
     script = folder / "doctor.py"
-    code = (ROOT / "lightning_cp" / "app" / "commands" / "doctor.py").read_text()
+    code = (ROOT / "recipes" / "doctor.py").read_text()
     assert code.count(text) == 1
-    main = "    try_modes.__module__ = __file__  # where ranks find it\n    sys.exit(main())\n"
-    script.write_text(f'{code.replace(text, other)}\n\nif __name__ == "__main__":\n{main}')
+    script.write_text(code.replace(text, other))
     return script
 
 

@@ -13,10 +13,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_cp.app.commands.plan import run_calibration
-from lightning_cp.app.planning.settings import request_of
-from lightning_cp.app.runs.command import conf_dir
 from lightning_cp.planning.search import search
+from lightning_cp.recipes.plan import run_calibration
+from lightning_cp.recipes.planning.settings import request_of
+from lightning_cp.recipes.runs.command import conf_dir
 from tests.harness import warm
 from tests.pipelines.wan import TINY
 

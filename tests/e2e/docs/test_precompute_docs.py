@@ -11,14 +11,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 
-from lightning_cp.app.runs.precompute import check_precompute
-from lightning_cp.app.settings.data_folders import data_folders
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.media import DataFolder, find_in_folders, find_sources
+from lightning_cp.recipes.runs.precompute import check_precompute
+from lightning_cp.recipes.settings.data_folders import data_folders
 from tests.e2e.recipe import ROOT
 from tests.families.cases import made
-from tests.unit.app.test_finetune_settings import NoGpu
 from tests.unit.finetune.precompute.made import clips, pictures, pipeline
+from tests.unit.recipes.test_finetune_settings import NoGpu
 
 _PAGE = (Path(__file__).parents[3] / "docs" / "precompute.md").read_text(encoding="utf-8")
 

@@ -122,9 +122,9 @@ def test_bad_settings_are_one_line_before_anything_slow(change: str, message: st
     from hydra import compose, initialize_config_dir
     from hydra.errors import ConfigCompositionException
 
-    from lightning_cp.app.runs.precompute import check_precompute
-    from lightning_cp.app.settings.table import SettingsError
     from lightning_cp.launch.machine import Machine
+    from lightning_cp.recipes.runs.precompute import check_precompute
+    from lightning_cp.recipes.settings.table import SettingsError
 
     data, pipe = pictures(tmp_path / "data", 1), tmp_path / "pipe"
     pipe.mkdir()

@@ -12,8 +12,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.runs.recipe import run_recipe
-from lightning_cp.app.settings.target import reads_settings
+from lightning_cp.recipes.runs.recipe import run_recipe
+from lightning_cp.recipes.settings.target import reads_settings
 
 HANG_S = 600.0
 CONF = str(Path(__file__).parents[3] / "conf")
@@ -48,7 +48,7 @@ def train(config: Any) -> None:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def main(config: DictConfig) -> float | None:
-    return run_recipe(config, target=f"{os.path.abspath(__file__)}:train")
+    return run_recipe(config, train)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
+from lightning_cp.recipes.training.records import read_metrics
 from tests.e2e.recipe import RECIPE, ROOT, SMALL, ranks_of, run, started
 from tests.harness import warm
 

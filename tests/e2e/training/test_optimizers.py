@@ -51,7 +51,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], 
 @pytest.mark.full
 def test_ranks_train_as_one_process(alone: tuple[str, Finished], tmp_path: Path) -> None:
     optim, whole = alone
-    is_refused = optim in ("adamw_8bit", "adafactor", "prodigy")  # see tests/unit/app/test_settings.py
+    is_refused = optim in ("adamw_8bit", "adafactor", "prodigy")  # see tests/unit/recipes/test_settings.py
     finished = train(tmp_path / "run", optim, "strategy=cp" if is_refused else "strategy=cp_fsdp", "ring=3")
     # a last bit of a gradient can change an 8-bit state by one of its 256 values, and the sign that Lion follows
     rounding = {"adamw_8bit": 1e-3, "lion": 1e-3}

@@ -18,17 +18,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_cp.app.runs.recipe import check_config
-from lightning_cp.app.training.finetune import FineTune
-from lightning_cp.app.training.fit import fit_model
-from lightning_cp.app.training.records import read_metrics
-from lightning_cp.app.training.run import Run
 from lightning_cp.callbacks import EMACallback, StepMetrics
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.launch import Machine
 from lightning_cp.launch.channel import Stopped
 from lightning_cp.objectives import MicroBatch, objective_for
+from lightning_cp.recipes.runs.recipe import check_config
+from lightning_cp.recipes.training.finetune import FineTune
+from lightning_cp.recipes.training.fit import fit_model
+from lightning_cp.recipes.training.records import read_metrics
+from lightning_cp.recipes.training.run import Run
 from lightning_cp.training.ranks import DataShard
 from tests.dist.finetune.test_finetuning_module import Recorded, trainer_of
 from tests.e2e.finetuning import write_cache

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_cp.app.runs.outcome import Status, read_outcomes
+from lightning_cp.recipes.runs.outcome import Status, read_outcomes
 from tests.e2e import fake_slurm
 from tests.e2e.recipe import SMALL, ranks_of, run, started
 from tests.e2e.training.test_faults import wait_for_checkpoint

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.outcome import Outcome, Status, read_outcomes
 from lightning_cp.files import PRIVATE
+from lightning_cp.recipes.runs.outcome import Outcome, Status, read_outcomes
 from tests.e2e.recipe import ROOT, SMALL, started
 from tests.e2e.training.sweeping import HANG_S
 from tests.harness import warm

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_cp.app.sampling.prompts import add_section
 from lightning_cp.checkpoint import folder as folders
 from lightning_cp.errors import ExportError
 from lightning_cp.export import LORA_FILE
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora
 from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE
 from lightning_cp.objectives import FlowMatching
+from lightning_cp.recipes.sampling.prompts import add_section
 from tests.harness import RankPool, warm
 from tests.models import TINY
 

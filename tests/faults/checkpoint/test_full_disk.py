@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_cp.app.sampling.album import Album
-from lightning_cp.app.training.loop import StepReport
-from lightning_cp.app.training.records import MetricsFile
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.errors import CacheError
 from lightning_cp.launch.rank import was_raised_for_the_user
+from lightning_cp.recipes.sampling.album import Album
+from lightning_cp.recipes.training.loop import StepReport
+from lightning_cp.recipes.training.records import MetricsFile
 from lightning_cp.sampling.tiles import write_png
 from tests.faults.writers import WRITERS, prepare
 from tests.harness import warm

@@ -106,8 +106,7 @@ def test_a_launchers_folder_goes_with_it_or_with_the_next_one(tmp_path: Path, mo
 
 
 def test_recipes_make_temporary_folders_that_a_later_run_removes_after_a_kill() -> None:
-    root = Path(lightning_cp.__file__).parents[1]
-    sources = [*(root / "recipes").glob("*.py"), *(root / "lightning_cp" / "app").rglob("*.py")]
+    sources = (Path(lightning_cp.__file__).parents[1] / "recipes").rglob("*.py")
     assert not [
         path for path in sources if "tempfile.TemporaryDirectory" in path.read_text() or "mkdtemp" in path.read_text()
     ]

@@ -17,17 +17,17 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_cp
-from lightning_cp.app.commands import console
-from lightning_cp.app.commands.console import COMMANDS
-from lightning_cp.app.runs.command import conf_dir
-from lightning_cp.app.runs.recipe import check_config
-from lightning_cp.app.sampling.step_cache import enable_cache
-from lightning_cp.app.settings.known import KnownSettings
-from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.launch import Machine
+from lightning_cp.recipes import console
+from lightning_cp.recipes.console import COMMANDS
+from lightning_cp.recipes.runs.command import conf_dir
+from lightning_cp.recipes.runs.recipe import check_config
+from lightning_cp.recipes.sampling.step_cache import enable_cache
+from lightning_cp.recipes.settings.known import KnownSettings
+from lightning_cp.recipes.settings.table import SettingsError
 from lightning_cp.strategies.mixin import ContextParallelMixin
-from tests.unit.app.composed import CONF, composed
+from tests.unit.recipes.composed import CONF, composed
 
 ROOT = CONF.parent
 
@@ -228,13 +228,13 @@ def test_an_installed_command_prints_its_settings(command: str, foreign_project:
     """A stranger's folder `conf` beside the package is not used."""
     (foreign_project / "site" / "conf").mkdir()
     (foreign_project / "site" / "conf" / "train.yaml").write_text("wrong: true\n")
-    printed = run_in(foreign_project, "-m", "lightning_cp.app.commands.console", command, "--cfg", "job")
+    printed = run_in(foreign_project, "-m", "lightning_cp.recipes.console", command, "--cfg", "job")
     assert "wrong" not in printed
     assert len(OmegaConf.create(printed)) > 3
 
 
 def test_the_console_lists_its_commands_and_refuses_others() -> None:
-    start = [sys.executable, "-m", "lightning_cp.app.commands.console"]
+    start = [sys.executable, "-m", "lightning_cp.recipes.console"]
     listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=150, check=True)
     assert all(f"  {command} " in listed.stdout for command in COMMANDS)
     refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=150)
@@ -258,7 +258,7 @@ def test_a_command_without_its_packages_names_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-cp", "doctor"])
-    monkeypatch.delitem(sys.modules, "lightning_cp.app.commands.doctor", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_cp.recipes.doctor", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert console.main() == 2

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.app.family import LabelledClips
 from lightning_cp.families import ObjectiveDefaults, Sample, Stored, StoredBatch
 from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
 from lightning_cp.objectives import FlowMatching
+from lightning_cp.recipes.digits.family import LabelledClips
 from lightning_cp.training.ranks import DataShard
 from tests.unit.finetune.latent_cache.made import CAPTIONS, bits, make, media, text
 

@@ -14,10 +14,10 @@ from typing import IO
 
 from omegaconf import DictConfig
 
-from lightning_cp.app.settings.table import SettingsError
-from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.launch import channel
 from lightning_cp.launch.cause import is_stopped
+from lightning_cp.recipes.settings.table import SettingsError
+from lightning_cp.recipes.settings.target import reads_settings
 
 RANK = int(os.environ.get("RANK", "-1"))
 FOREVER_S = 600.0

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.folder import EARLIER_KEPT
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch.job import FailureKind, Job
 from lightning_cp.launch.rank import ExternalLauncher, LauncherEnv, failure_of
+from lightning_cp.recipes.training.records import read_metrics
 from tests.harness import warm
 
 

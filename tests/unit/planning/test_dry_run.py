@@ -12,7 +12,6 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelInput, ContextParallelOutput
-from lightning_cp.app.benchmark.trace import read_trace, record_trace
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
@@ -20,6 +19,7 @@ from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, adamw, training_loss
 from lightning_cp.planning.step import Compute, Layout
 from lightning_cp.plans import Plan, split
+from lightning_cp.recipes.benchmarks.trace import read_trace, record_trace
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
 
 _GPU = DeviceProfile("H100", "cuda")

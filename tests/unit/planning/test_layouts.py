@@ -8,13 +8,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from lightning_cp.app.runs.command import conf_dir
-from lightning_cp.app.runs.recipe import check_config
-from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.launch import Machine
 from lightning_cp.planning.layouts import Task, check_fixed, described, layouts, overrides_of, problem_of, simplicity
 from lightning_cp.planning.models import PlannedModel
 from lightning_cp.planning.step import Layout
+from lightning_cp.recipes.runs.command import conf_dir
+from lightning_cp.recipes.runs.recipe import check_config
+from lightning_cp.recipes.runs.sampling import check_sampling
 
 _SOURCE: dict[str, list[str]] = {"train": [], "sample": ["source=some/pipeline", "prompts=a"]}
 MODEL = PlannedModel("m", nn.Identity, {}, heads=4, tokens=10)

@@ -10,9 +10,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_cp.app.digits import load_scans
-from lightning_cp.app.sampling.picture import draw_grid
-from lightning_cp.app.sampling.recognise import recognise_digits
+from lightning_cp.recipes.digits.data import load_scans
+from lightning_cp.recipes.digits.recognise import recognise_digits
+from lightning_cp.recipes.sampling.picture import draw_grid
 from lightning_cp.sampling import SamplingSettings, draw_samples, integrate_flow
 from lightning_cp.training.ranks import DataShard
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from lightning_cp.app.family import LabelledClips
 from lightning_cp.data import RandomStream
 from lightning_cp.objectives import FlowMatching
+from lightning_cp.recipes.digits.family import LabelledClips
 from lightning_cp.training import sample_dropped, sample_noise, sample_times, sample_uniform
 
 

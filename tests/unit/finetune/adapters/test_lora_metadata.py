@@ -13,13 +13,13 @@ from hydra import compose, initialize_config_dir
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lightning_cp.app.training.lora_facts import kohya_facts
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.finetune import LoraSettings, add_lora
 from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.adapters.lora_file import load_loras, read_lora
 from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.latent_cache import CacheWriter, LatentCache, LatentData, caption_hash, prepare_cache
+from lightning_cp.recipes.training.lora_facts import kohya_facts
 from tests.e2e.recipe import ROOT
 from tests.families.cases import made
 from tests.unit.finetune.latent_cache.made import index, media, row

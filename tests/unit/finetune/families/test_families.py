@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins import HalfPrecision
 from lightning.fabric.utilities import move_data_to_device
 
-from lightning_cp.app.family import LabelledClips
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import (
     Facts,
@@ -27,6 +26,7 @@ from lightning_cp.finetune.families import (
     registry,
 )
 from lightning_cp.finetune.families.packing import pack, positions, unpack
+from lightning_cp.recipes.digits.family import LabelledClips
 
 FLUX: Facts = {
     "pixels": 16,

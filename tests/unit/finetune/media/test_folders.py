@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lightning_cp.app.settings.data_folders import _FIELDS, data_folders
-from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.errors import DataError
 from lightning_cp.media import DataFolder, find_in_folders, find_sources
+from lightning_cp.recipes.settings.data_folders import _FIELDS, data_folders
+from lightning_cp.recipes.settings.table import SettingsError
 
 
 @pytest.fixture

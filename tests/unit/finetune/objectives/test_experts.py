@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.app.family import LabelledClips
 from lightning_cp.families import Family, ObjectiveDefaults, ResolutionShift, family_for
 from lightning_cp.finetune.objectives.density import unshifted
 from lightning_cp.objectives import ExpertFlowMatching, FlowMatching, LogitNormal, Uniform, objective_for
+from lightning_cp.recipes.digits.family import LabelledClips
 from tests.families.cases import made
 
 RANGES = {"transformer": (0.875, 1.0), "transformer_2": (0.0, 0.875)}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.app.family import LabelledClips
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch, family_for
 from lightning_cp.finetune.objectives.density import shifted, unshifted
@@ -23,6 +22,7 @@ from lightning_cp.objectives import (
     micro_batches,
     objective_for,
 )
+from lightning_cp.recipes.digits.family import LabelledClips
 from tests.families.cases import made
 
 LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())

@@ -1,1 +1,0 @@
-"""The recipes: each module is a script of recipes/ and a command of `lightning-cp`."""

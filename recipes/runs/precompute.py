@@ -1,0 +1,112 @@
+"""Check the settings of `lightning-cp precompute`.
+
+Imports neither torch nor diffusers.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.rank import LauncherEnv, is_first
+from lightning_cp.recipes.runs.recipe import CheckedRun, resolve_config
+from lightning_cp.recipes.runs.run_folder import check_writable
+from lightning_cp.recipes.settings.components import check_pretrained
+from lightning_cp.recipes.settings.data_folders import Sizes, data_folders
+from lightning_cp.recipes.settings.table import Setting, SettingsError, check_values, read, show
+from lightning_cp.recipes.settings.world import resolve_world
+from lightning_cp.rules import Either, Integer, Number, OneOf
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_NULL = OneOf((None,))
+_SETTINGS = (
+    Setting("data.captions", OneOf(("required", "optional"))),
+    Setting("precompute.fps", Either(_NULL, Number(above=0))),
+    Setting("precompute.clips", OneOf(("first", "all"))),
+    Setting("precompute.max_upscale", Number(above=0)),
+    Setting("precompute.dtype", OneOf(_DTYPES)),
+    Setting("precompute.vae_dtype", OneOf(_DTYPES)),
+    Setting("precompute.text_batch", Integer(1)),
+    Setting("precompute.tiling", OneOf((True, False))),
+    Setting("precompute.vae_ranks", Integer(1)),
+    Setting("precompute.on_bad", OneOf(("skip", "error"))),
+    Setting("precompute.image_noise", OneOf((True, False))),
+    Setting("precompute.sheet", Integer(0)),
+)
+
+
+def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
+    """Check everything that can be checked before ranks start. See `check_config`.
+
+    Raises: SettingsError: the first error found.
+    """
+    for key, example in (("model.pretrained", "my-pipeline"), ("data.path", "clips")):
+        group, name = key.split(".")
+        if OmegaConf.is_missing(config[group], name):
+            raise SettingsError(f"{key} must be given, for example {key}={example}")
+    check_values(config)
+    for setting in _SETTINGS:
+        setting.check(config)
+    _check_sizes(config)
+    folders, output = data_folders(config), Path(str(read(config, "output"))).absolute()
+    _check_output([Path(folder["path"]) for folder in folders], output)
+    vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
+    degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
+    machine_settings = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **machine_settings, "devices": devices}), machine, env)
+    settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
+    if (source := Path(str(read(config, "model.pretrained")))).is_dir():
+        settled["model"] = {"pretrained": str(source.absolute())}
+    else:
+        check_pretrained(config)
+    settled["output"] = str(output)
+    config = config.copy()
+    OmegaConf.update(config, "data.path", folders, merge=False)  # a folder's settings become a list of them
+    if is_first(env):
+        check_writable(output, "output")
+    return CheckedRun(resolve_config(OmegaConf.merge(config, settled)), world)
+
+
+def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:
+    vae_ranks, devices = read(config, "precompute.vae_ranks"), read(config, "devices")
+    if devices == "auto" and env is None:
+        devices = machine.gpus if read(config, "accelerator") != "cpu" else 0
+        devices = devices // vae_ranks * vae_ranks or vae_ranks
+    number, source = (
+        (devices, f"devices={devices}") if env is None else (env.world_size, f"the ranks of {env.launcher}")
+    )
+    if number % vae_ranks:
+        raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
+    ranks: int | str = devices
+    return ranks
+
+
+def _check_output(paths: Sequence[Path], output: Path) -> None:
+    for path in paths:
+        if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+            raise SettingsError(
+                f"output={output} is not valid: it must not lie in data.path={path}, because the next run would train "
+                "on the contact sheet"
+            )
+    others = sorted(name for name in os.listdir(output) if name[0] != ".") if output.is_dir() else []
+    if others and "index.json" not in others:
+        raise SettingsError(
+            f"output={output} holds other files ({others[0][:80]}, …) and is no latent cache: use an empty folder"
+        )
+
+
+def _check_sizes(config: DictConfig) -> None:
+    sizes, frames = read(config, "precompute.sizes"), read(config, "precompute.frames")
+    several = isinstance(frames, list)
+    if not Sizes().passes(sizes):
+        raise SettingsError(
+            f"precompute.sizes={show(sizes)} is not valid: must be null or a list of [height, width], such as "
+            "[[480,832]]"
+        )
+    numbers = frames if several else [frames]
+    if frames is not None and not (numbers and all(Integer(1).passes(number) for number in numbers)):
+        raise SettingsError(f"precompute.frames={show(frames)} is not valid: must be null, a number, or a list of them")
+    if read(config, "precompute.clips") == "all" and (frames is None or several):
+        raise SettingsError("precompute.clips=all needs the length of a clip: set precompute.frames to one number")

@@ -1,0 +1,256 @@
+"""Check the settings of fine-tuning (model=pretrained) against the files that they name.
+
+Imports neither torch nor diffusers.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.compat.versions import fsdp_refuses_bytes
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.recipes.settings.cache import check_cache
+from lightning_cp.recipes.settings.components import (
+    check_components,
+    check_quantised,
+    check_transformers,
+    components_of,
+    read_file,
+)
+from lightning_cp.recipes.settings.data_folders import Sizes, data_folders
+from lightning_cp.recipes.settings.mixture import check_mixture
+from lightning_cp.recipes.settings.prompts import check_prompts
+from lightning_cp.recipes.settings.table import Setting, SettingsError, read, show
+from lightning_cp.recipes.settings.world import shards_weights
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text, rules_of
+
+_NULL = OneOf((None,))
+_SETTINGS = (
+    Setting("model.pretrained", Text()),
+    Setting("model.dtype", OneOf(("float32", "bfloat16"))),
+    Setting("model.compile", OneOf((True, False))),
+    Setting("model.offload", OneOf((True, False))),
+    Setting("model.quantize", OneOf((None, "int8", "fp8", "nf4"))),
+    Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
+    Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
+    Setting("objective.shift", Either(_NULL, Number(above=0))),
+    Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
+    Setting("objective.sample_posterior", OneOf((None, True, False))),
+    Setting("objective.weighting", OneOf((None, "min_snr", "cosmap", "sigma_sqrt"))),
+    Setting("objective.min_snr_gamma", Either(_NULL, Number(above=0))),
+    Setting("objective.huber_c", Either(_NULL, Number(above=0))),
+    Setting("save_every", Either(_NULL, Integer(1))),
+    Setting("validation.every", Either(_NULL, Integer(1))),
+    Setting("data.validation", Integer(0)),
+    Setting("data.fps", Either(_NULL, Number(above=0))),
+    Setting("data.captions", OneOf(("required", "optional"))),
+)
+
+
+def is_finetuning(config: DictConfig) -> bool:
+    """Return True if the model is a pretrained one, or the data are for one."""
+    return "pretrained" in _keys(config, "model") or "path" in _keys(config, "data")
+
+
+def _keys(config: DictConfig, group: str) -> list[str]:
+    """Return the keys of a group, including those with a missing value ("???"), which `in` would not find."""
+    return list(config[group]) if OmegaConf.is_dict(config.get(group)) else []
+
+
+def check_groups(config: DictConfig) -> None:
+    """Check that model and data are both for fine-tuning, and are given. Raises: SettingsError: they are not."""
+    if "pretrained" not in _keys(config, "model"):
+        raise SettingsError("data=latents and data=folder need model=pretrained, or experiment=finetune_<family>")
+    if "path" not in _keys(config, "data"):
+        raise SettingsError("model=pretrained needs data=latents or data=folder")
+    for group, name, example in (("model", "pretrained", "my-pipeline"), ("data", "path", "latents")):
+        if OmegaConf.is_missing(config[group], name):
+            raise SettingsError(f"{group}.{name} must be given, for example {group}.{name}={example}")
+
+
+def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
+    """Check settings, pipeline folder and data, after `check_groups`. Raises: SettingsError: the first error found."""
+    for setting in _SETTINGS:
+        setting.check(config)
+    check_components(config)
+    _check_lora(config)
+    _check_lists(config)
+    _check_quantize(config)
+    _check_offload(config)
+    _check_compile(config)
+    check_prompts(config)
+    check_transformers(config)
+    rows = _check_data(config)
+    check_cache(config)
+    _check_tokens(config, rows)
+    _check_validation(config, rows)
+    held_out = read(config, "data.validation")
+    if rows and held_out >= len(rows):
+        raise SettingsError(f"data.validation={held_out} must be less than {len(rows)}, the number of samples")
+    check_mixture(config, data_parallel=data_parallel)
+
+
+def _check_validation(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None:
+    every, held_out = read(config, "validation.every"), read(config, "data.validation")
+    if read(config, "data.kind") == "latents":
+        has_own = any(row.get("use") == "validation" for row in rows)
+    else:
+        has_own = any(folder.get("use") == "validation" for folder in data_folders(config))
+    if has_own and held_out:
+        raise SettingsError(
+            f"data.validation={held_out} must be 0: the data have a validation set (use=validation), so no other "
+            "samples are held out"
+        )
+    if not has_own and (every is None) != (held_out == 0):
+        raise SettingsError(
+            f"validation.every={show(every)} and data.validation={held_out} belong together: set both, or neither"
+        )
+
+
+def lora_settings(config: DictConfig) -> LoraSettings | None:
+    """Return the settings of the adapters, None without. Raises: SettingsError: the first invalid one."""
+    lora = config.get("lora")
+    if lora is None:
+        return None
+    if not OmegaConf.is_dict(lora):
+        raise SettingsError(f"lora={show(lora)} is not valid: must be null, or settings such as lora.rank=16")
+    for name, rule in rules_of(LoraSettings).items():
+        Setting(f"lora.{name}", rule).check(config)
+    values: Any = OmegaConf.to_container(lora, resolve=True)
+    try:
+        return LoraSettings(**{name: value for name, value in values.items() if name != "lr_ratio"})
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _check_lora(config: DictConfig) -> None:
+    lora = lora_settings(config)
+    if lora is None:
+        return
+    ratio, precision = read(config, "lora.lr_ratio"), read(config, "precision")
+    if lora.lokr is not None and ratio:
+        raise SettingsError(f"lora.lr_ratio={ratio} does not work with lora.lokr: leave one out")
+    if lora.dora and shards_weights(config):
+        raise SettingsError(
+            "lora.dora=true does not work with strategy=cp_fsdp, which shards the weights: use strategy=cp"
+        )
+    if lora.dora and read(config, "model.quantize") is not None:
+        raise SettingsError(
+            "lora.dora=true does not work with model.quantize: use model.quantize=null or lora.dora=false"
+        )
+    if lora.file is not None and not Path(lora.file).exists():
+        raise SettingsError(f"lora.file={lora.file} does not exist: it must be the folder or file of an adapter")
+    if str(precision).endswith("-true") and precision != "32-true":
+        raise SettingsError(
+            f"precision={precision} would also convert the adapters, which are trained in float32: use "
+            "model.dtype=bfloat16 for the base, with precision=32-true or bf16-mixed"
+        )
+
+
+def _check_lists(config: DictConfig) -> None:
+    quantiles = read(config, "validation.quantiles")
+    rule = Number(above=0, below=1)
+    if not (isinstance(quantiles, list) and quantiles and all(map(rule.passes, quantiles))) or len(
+        set(quantiles)
+    ) < len(quantiles):
+        raise SettingsError(
+            f"validation.quantiles={show(quantiles)} is not valid: must be a list of different numbers between 0 and 1"
+        )
+    chosen = read(config, "objective.time_range")
+    if chosen is not None and chosen[0] >= chosen[1]:
+        raise SettingsError(
+            f"objective.time_range={show(chosen)} is not valid: the first number must be less than the second"
+        )
+    gamma, weighting = read(config, "objective.min_snr_gamma"), read(config, "objective.weighting")
+    if gamma is not None and weighting != "min_snr":
+        raise SettingsError(
+            f"objective.min_snr_gamma={gamma} has no effect with objective.weighting={show(weighting)}: leave it out, "
+            "or use objective.weighting=min_snr"
+        )
+
+
+def _check_quantize(config: DictConfig) -> None:
+    quantize = read(config, "model.quantize")
+    if quantize is not None:
+        check_quantised(config, f"model.quantize={quantize} gives quantised weights")
+        if shards_weights(config) and (reason := fsdp_refuses_bytes()):
+            raise SettingsError(
+                f"model.quantize={quantize} does not work with strategy=cp_fsdp: {reason}, or use strategy=cp, which "
+                "keeps the weights whole on each rank"
+            )
+
+
+def _check_compile(config: DictConfig) -> None:
+    tiles = read(config, "mlp_tiles", None)
+    if tiles is not None and read(config, "model.compile", False):
+        raise SettingsError(
+            f"mlp_tiles={tiles} does not work with model.compile=true, because tiles are computed outside of "
+            "compiled graphs: leave out one of them"
+        )
+
+
+def _check_offload(config: DictConfig) -> None:
+    if not read(config, "model.offload"):
+        return
+    reasons = {
+        "lora=null": (config.get("lora") is None, "only frozen weights are kept in host memory: use lora.rank"),
+        "strategy=cp_fsdp": (shards_weights(config), "it shards the weights instead: use strategy=cp"),
+        "model.component with two experts": (
+            len(components_of(config)) > 1,
+            "frozen weights are in host memory anyway",
+        ),
+        "model.compile=true": (read(config, "model.compile"), "compiled blocks cannot get other weights"),
+        "activation_checkpointing=none": (
+            read(config, "activation_checkpointing") == "none",
+            "backward would keep the weights of all blocks on the device: use activation_checkpointing=full",
+        ),
+    }
+    for setting, (refused, reason) in reasons.items():
+        if refused:
+            raise SettingsError(f"model.offload=true does not work with {setting}: {reason}")
+
+
+def _check_data(config: DictConfig) -> Sequence[Mapping[str, Any]]:
+    """Check the data's path. Returns: the rows of a cache's samples; none for a folder."""
+    if read(config, "data.kind") != "latents":
+        data_folders(config)
+        _check_encoding(config)
+        return ()
+    Setting("data.path", Text()).check(config)
+    path = Path(read(config, "data.path"))
+    if not path.exists():
+        raise SettingsError(f"data.path={path} does not exist")
+    if not (path / "index.json").is_file():
+        raise SettingsError(
+            f"data.path={path} is no latent cache: make one with lightning-cp precompute, or use data=folder for media"
+        )
+    if not (path / "contents.json").exists():
+        raise SettingsError(f"data.path={path} is not complete: run lightning-cp precompute again to continue it")
+    rows = read_file(path / "contents.json", "data.path").get("media")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and type(row.get("tokens")) is int for row in rows):
+        raise SettingsError(f"data.path: {path / 'contents.json'} is damaged: run lightning-cp precompute again")
+    return rows
+
+
+def _check_tokens(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that each rank of a context group gets tokens of every sample of a cache."""
+    ring, ulysses = read(config, "ring"), read(config, "ulysses")
+    fewest = min((row["tokens"] for row in rows), default=ring * ulysses)
+    if fewest < ring * ulysses:
+        raise SettingsError(
+            f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of "
+            f"{read(config, 'data.path')} has {fewest} tokens: the product must be at most {fewest}"
+        )
+
+
+def _check_encoding(config: DictConfig) -> None:
+    sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
+    if not Sizes().passes(sizes):
+        raise SettingsError(f"data.sizes={show(sizes)} is not valid: must be null or pairs such as [[480,832]]")
+    counts = frames if isinstance(frames, list) and frames else [frames]
+    if frames is not None and not all(map(Integer(1).passes, counts)):
+        raise SettingsError(
+            f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
+        )

@@ -1,0 +1,298 @@
+"""Build a fine-tuning run: a pretrained transformer, a latent cache, and an adapter or all weights."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from typing_extensions import override
+
+from lightning_cp.data.sampler import OrderSampler
+from lightning_cp.errors import DataError, FamilyError
+from lightning_cp.export import diffusers_model_of, on_rank_zero
+from lightning_cp.files import read_json
+from lightning_cp.finetune.adapters.lora import add_lora, check_lora
+from lightning_cp.finetune.adapters.lora_metadata import add_metadata
+from lightning_cp.finetune.card import ModelCard
+from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.encoder_files import describe_files
+from lightning_cp.finetune.encoders import pipeline_class
+from lightning_cp.finetune.experts import Experts, named_transformers
+from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.families.registry import family_class
+from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
+from lightning_cp.finetune.host_weights import offload_blocks
+from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
+from lightning_cp.finetune.load import load_transformer, meta_transformer, meta_transformers
+from lightning_cp.finetune.pipeline import is_modular_source
+from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
+from lightning_cp.finetune.validation import HeldOutData
+from lightning_cp.finetune.weight_files import local_pipeline
+from lightning_cp.recipes.settings.components import components_of
+from lightning_cp.recipes.settings.finetune import lora_settings
+from lightning_cp.recipes.settings.world import is_single
+from lightning_cp.recipes.training.batch_order import batch_order
+from lightning_cp.recipes.training.encoded_folder import encoded_folder
+from lightning_cp.recipes.training.lora_facts import kohya_facts
+from lightning_cp.recipes.training.objective import build_objective
+from lightning_cp.recipes.training.run import Run
+from lightning_cp.recipes.training.setup import TrainingSetup
+
+BEST = "best"  # folder of the export with the lowest validation loss
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FineTune(TrainingSetup):
+    """Fine-tuning of a pretrained transformer.
+
+    Args:
+        cache: encoded samples.
+        held_out: samples for validation; None without.
+        validation_losses: losses so far, by step.
+    """
+
+    cache: LatentCache
+    held_out: HeldOutData | None = None
+    validation_losses: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: DictConfig) -> FineTune:
+        """Open the cache and build the objective. Raises: ValueError: the settings, the cache or the pipeline."""
+        cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
+        family = cache.family()
+        _check_family(config, family)
+        _check_dropout(config, family)
+        _check_trained(config, family)
+        _check_parts(config, cache, family)
+        _check_validation(config, cache)
+        objective = build_objective(config, family)
+        # context-parallel blocks are compiled for each length of the text: let there be few
+        lengths = text_lengths(family.text.length) if config.model.compile and not is_single(config) else ()
+        data = LatentData(cache, seed=config.seed, lengths=lengths)
+        training, held_out = hold_out(data, config.data.validation, seed=config.seed)
+        return cls(config, training, family, objective, cache, held_out)
+
+    @override
+    def denoiser(self) -> nn.Module:
+        names, side = components_of(self.config), self.family.components.side
+        trained = {name: self._trained(name) for name in names}
+        if len(names) > 1:
+            return Experts(trained)
+        if side is None:
+            return trained[names[0]]
+        base = self._loaded("transformer", _DTYPES[self.config.model.dtype]).requires_grad_(False)
+        return SteeredTransformer(self._prepared(base), trained[side.component], side)
+
+    def _trained(self, component: str) -> nn.Module:
+        """Load a model of which weights are trained: all, those that the family names, or those of adapters."""
+        config, lora, trained = self.config.model, lora_settings(self.config), components_of(self.config)
+        if lora is not None:
+            empty = {} if self.shards_weights else meta_transformers(config.pretrained, _DTYPES[config.dtype])
+            if component in empty:  # its errors come before the weights are loaded
+                check_lora(empty[component], lora, family=self.family, component=component, trained=trained)
+        model = self._loaded(component, _DTYPES[config.dtype] if self.family.components.side is None else torch.float32)
+        if config.quantize is not None:
+            quantize_base(model, config.quantize)
+        if lora is not None:
+            add_lora(model, lora, family=self.family, component=component, trained=trained, seed=self.config.seed)
+        else:
+            model.requires_grad_(True)
+            freeze_base(model, self.family)
+        return self._prepared(model)
+
+    def _loaded(self, component: str, dtype: torch.dtype) -> Any:
+        load = meta_transformer if self.shards_weights else load_transformer
+        return load(self.config.model.pretrained, component, dtype=dtype)
+
+    def _prepared(self, model: nn.Module) -> nn.Module:
+        model.train()
+        self.checkpointed(model)
+        if self.config.model.offload:
+            offload_blocks(model)
+        if self.config.model.compile:
+            compile_blocks(model)
+        return model
+
+    @override
+    def module_settings(self) -> dict[str, Any]:
+        quantiles, names = self.config.validation.quantiles, components_of(self.config)
+        settings = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": names[0]}
+        settings["lora_lr_ratio"] = None if self.config.lora is None else self.config.lora.lr_ratio
+        return {**super().module_settings(), **settings}
+
+    @override
+    def sampler(self, strategy: Any) -> OrderSampler:
+        return batch_order(self.config, self.dataset, self.family, strategy)
+
+    @property
+    @override
+    def tokens(self) -> int:
+        return round(sum(row.tokens for row in self.cache.rows) / len(self.cache))
+
+    @property
+    @override
+    def base(self) -> str | None:
+        side = self.family.components.side
+        if self.config.lora is None and side is None and not self.family.trained:
+            return None
+        source = self.config.model.pretrained
+        names = components_of(self.config) if side is None else ["transformer"]
+        files = describe_files(source, names)
+        weights = f" in {self.config.model.quantize}" if self.config.model.quantize is not None else ""
+        return ", ".join(f"{name} {files.get(name, source)}{weights}" for name in sorted(names))
+
+    @override
+    def validate(self, run: Run) -> float | None:
+        every, step = self.config.validation.every, run.state.step
+        if self.held_out is None or every is None or (step % every and step != self.config.max_steps):
+            return None
+        with run.state.average.swapped_in(run.state.module):
+            loss = run.tuning.validate(run.ranks, run.data_shard).loss
+            if loss < min(self.validation_losses.values(), default=math.inf):
+                self._write(run, run.folder.path / BEST)
+        self.validation_losses[step] = loss
+        return loss
+
+    @override
+    def export(self, run: Run) -> None:
+        with run.state.average.swapped_in(run.state.module):
+            self._write(run, run.folder.saved(run.state.step))
+
+    @override
+    def finish(self, run: Run) -> None:
+        with run.state.average.swapped_in(run.state.module):
+            folder = self._write(run, run.folder.path)
+        on_rank_zero(lambda: self._card(run).write(folder))
+
+    def _write(self, run: Run, folder: Path) -> Path:
+        """Write the trained weights, and into the header of a LoRA how it was trained. Call it on every rank."""
+        written = run.tuning.export(folder)
+        if self.config.lora is not None:
+            samples, step = len(self.dataset), run.state.step
+            facts = kohya_facts(self.config, self.cache, samples=samples, step=step, adapter=_rank_and_alpha(run))
+            on_rank_zero(lambda: add_metadata(written, facts))
+        return written
+
+    def _card(self, run: Run) -> ModelCard:
+        config, rows = self.config, self.cache.rows
+        sizes = Counter((row.frames, row.height, row.width) for row in rows)
+        overrides = run.folder.path / ".hydra" / "overrides.yaml"
+        words: Any = OmegaConf.to_container(OmegaConf.load(overrides)) if overrides.is_file() else []
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        return ModelCard(
+            base=config.model.pretrained,
+            family=self.family.name,
+            command=shlex.join(["lightning-cp", "train", *map(str, words)]),
+            steps=run.state.step,
+            topology=f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}",
+            samples=len(rows) - held_out,
+            held_out=held_out,
+            captions=len({caption for row in rows for caption in row.captions}),
+            sizes=sizes,
+            adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
+            component=components_of(config)[0],
+            other_components=components_of(config)[1:],
+            loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights")
+            and (config.lora is None or config.lora.lokr is None),
+            is_modular=is_modular_source(config.model.pretrained),
+            losses=self.validation_losses,
+        )
+
+
+def _check_family(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if the cache was made for another family than the pipeline's; see also `pipeline_class`."""
+    kind = pipeline_class(config.model.pretrained)
+    expected = family_class(kind).name
+    if expected != family.name:
+        raise FamilyError(
+            f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
+            f"{config.model.pretrained} is a {kind.__name__}, of the family {expected}: encode the data with this "
+            "pipeline"
+        )
+
+
+def _check_trained(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if a model or an adapter is to be trained that the family does not train."""
+    side, names = family.components.side, components_of(config)
+    component = " and ".join(names)
+    if side is not None and names != [side.component]:
+        raise FamilyError(
+            f"model.component={component} must be {side.component} for {family.name}, which trains it with the "
+            f"transformer frozen: use experiment=finetune_{family.name}"
+        )
+    if config.lora is None or family.lora_targets:
+        return
+    if side is not None or family.trained:
+        raise FamilyError(
+            f"lora must be null for {family.name}, which trains weights of its {component} without adapters: use "
+            f"experiment=finetune_{family.name}"
+        )
+    raise FamilyError(
+        f"lora must be null for {family.name}: in diffusers, its transformer takes no adapters. With lora=null all "
+        "weights are trained"
+    )
+
+
+def _check_dropout(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if captions are to be dropped, but each text belongs to one sample."""
+    if config.cond_dropout and family.text.sees_media:
+        raise FamilyError(
+            f"cond_dropout={config.cond_dropout} must be 0 for {family.name}: its text encoder sees the reference, so "
+            "there is no text of the empty caption to put in place of a dropped one"
+        )
+
+
+def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None:
+    """Raise FamilyError if the transformer does not take what the encoders have made."""
+    import diffusers
+
+    source = config.model.pretrained
+    for component in components_of(config):
+        folder = local_pipeline(source, component, setting="model.pretrained")
+        settings = read_json(folder / component / "config.json")
+        if not hasattr(diffusers, str(settings.get("_class_name"))):
+            raise FamilyError(
+                f"model.pretrained={source}: {component}/config.json has _class_name={settings.get('_class_name')!r}, "
+                "which is no class of diffusers"
+            )
+        check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+    if family.components.side is not None:
+        base = read_json(local_pipeline(source, "transformer", setting="model.pretrained") / "transformer/config.json")
+        check_fits(source, "transformer", str(base.get("_class_name")), base, cache.sample(0))
+    facts = pipeline_facts(folder, family.facts)
+    replaced = [name for name in facts if config.objective.get(name) is not None]
+    check_cache(cache.folder, family, cache.sample(0), source, facts, replaced)
+
+
+def _check_validation(config: DictConfig, cache: LatentCache) -> None:
+    """Raise DataError if holding out samples would leave none for training."""
+    files = len({row.source for row in cache.rows if row.use == "train"})
+    if config.data.validation >= files:
+        raise DataError(
+            f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
+            f"{config.data.path}: samples of one file are held out together"
+        )
+
+
+def _rank_and_alpha(run: Run) -> dict[str, float]:
+    """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
+    transformer = next(iter(named_transformers(run.tuning.transformer, run.tuning.component).values()))
+    model: Any = diffusers_model_of(transformer)
+    (adapter,) = model.peft_config.values()
+    return {"rank": adapter.r, "alpha": getattr(adapter, "lora_alpha", None) or adapter.alpha}
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    if not isinstance(values, dict):
+        raise DataError(f"lora={values} must be null or settings such as lora.rank=16")
+    return values

@@ -1,0 +1,265 @@
+"""Do the work around each optimizer step, for the Fabric loop and the Trainer loop: LR, clipping, EMA, reports."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint.store import CheckpointWriter
+from lightning_cp.errors import NonFiniteError
+from lightning_cp.launch.channel import Stopped
+from lightning_cp.recipes.training.run import Run
+from lightning_cp.recipes.training.schedule import Schedule
+from lightning_cp.recipes.training.tracing import StepTrace
+from lightning_cp.training.ema import full_tensor
+from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
+from lightning_cp.training.ranks import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The logged values of one step.
+
+    Attributes:
+        loss: mean over the global batch. grad_norm: gradient norm before clipping.
+        skipped: number of updates skipped so far because a loss or gradient was not finite.
+        val_loss: validation loss after this step; NaN if it was not validated.
+        sigma: mean sigma of the global batch; 1 is pure noise.
+        peak_memory_gib: peak memory of the first rank so far: GPU memory, or on the CPU that of its process.
+        expert: number of the trained expert in `model.component`, from 1; NaN without experts.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    step_time_s: float
+    tokens_per_s: float
+    skipped: int = 0
+    val_loss: float = math.nan
+    sigma: float = math.nan
+    peak_memory_gib: float = math.nan
+    expert: float = math.nan
+
+
+class Watcher(Protocol):
+    """Receive the report of every step, on the first rank only."""
+
+    def watch(self, report: StepReport) -> None:
+        """Process the report of one step."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Settings of the training loop: length, learning rate, checkpoints.
+
+    Args:
+        max_steps: total number of steps, including steps before a resume.
+        schedule: factor of the learning rate of each parameter group by step.
+        checkpoint_every: steps between checkpoints; a checkpoint is also written after the last step.
+        tokens: tokens per sample, for tokens/s.
+        save_every: steps between exports of the trained weights, which are also written when the run is stopped; None:
+            no exports.
+    """
+
+    max_steps: int
+    schedule: Schedule
+    checkpoint_every: int
+    tokens: int
+    save_every: int | None = None
+
+
+class Steps:
+    """Everything around the optimizer step: learning rate, clipping, EMA, reports, checkpoints, stop requests.
+
+    For each step: call `begin`, then `add` and the backward for each micro-batch, then `before_update`, the
+    optimizer's step and `end`.
+
+    Args:
+        run: the run; its state is updated at every step.
+        settings: loop settings.
+        writer: writes the run's checkpoints.
+        trace: profiler trace of one step; may be disabled.
+        guard: handles steps with a non-finite loss or gradient.
+        watchers: called with the report of every step, on the first rank.
+        validate: called after every step, on every rank; returns the validation loss if it is due.
+        export: writes the trained weights, on every rank; see `LoopSettings.save_every`.
+        after_step: called after every step, on every rank.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: LoopSettings,
+        writer: CheckpointWriter,
+        *,
+        trace: StepTrace,
+        guard: StepGuard,
+        watchers: Sequence[Watcher] = (),
+        validate: Callable[[Run], float | None] = lambda _: None,
+        export: Callable[[Run], None] = lambda _: None,
+        after_step: Callable[[Run], None] | None = None,
+    ) -> None:
+        self._run, self._settings, self._writer = run, settings, writer
+        self._trace, self._guard, self._watchers = trace, guard, watchers
+        self._validate, self._export, self._after_step = validate, export, after_step
+        self._groups = run.state.optimizer.param_groups
+        self._rates = [float(group["lr"]) for group in self._groups]  # each group's own
+        self._ended = time.perf_counter()
+        self._loss = self._norm = self._sigma = float("nan")
+        self._sums: list[Tensor] = []  # loss and sigma of this rank's micro-batches so far
+        self._request, self._updates = 0, True
+
+    @property
+    def are_done(self) -> bool:
+        """Return True once `max_steps` is reached."""
+        return self._run.state.step >= self._settings.max_steps
+
+    def begin(self) -> None:
+        """Set the learning rate and start the trace. Call it before the forward."""
+        self._trace.begin(self._run.state.step + 1)
+        factor = self._settings.schedule.factor(self._run.state.step + 1)
+        for group, rate in zip(self._groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self._sums = []
+
+    def add(self, loss: Tensor, sigma: Tensor) -> Tensor:
+        """Add the loss and mean sigma of a micro-batch to what is reported. Returns: the loss, for its backward."""
+        values = (loss, sigma)
+        sums = self._sums or [torch.zeros_like(x) for x in values]
+        self._sums = [total + x.detach() for total, x in zip(sums, values, strict=True)]
+        return loss
+
+    def before_update(self, *, max_norm: float) -> None:
+        """Clip the gradients by norm, or drop them to skip the update (an optimizer without gradients does nothing).
+
+        Call it on every rank, after the backward (and after unscaling). Loss, norm and stop requests are read on the
+        host together, here: the only host synchronisation of a step.
+
+        Args: max_norm: largest allowed gradient norm.
+        Raises: NonFiniteError: loss or gradient is not finite, and the settings make this an error.
+        """
+        run, state = self._run, self._run.state
+        parameters = [x for x in state.module.parameters() if x.grad is not None]
+        norm = nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
+        # Ranks of a context group have the same loss, so the mean over ranks is the mean over data. All ranks have the
+        # same norm.
+        loss, sigma = self._sums
+        means, self._request = run.means_and_request(loss, full_tensor(norm), sigma)
+        self._loss, self._norm, self._sigma = means
+        try:
+            self._updates = self._guard.allows_update(self._loss, self._norm)
+        except NonFiniteError as error:
+            self._fail(f"step {state.step + 1}: {error}{self._locate_nonfinite(loss)}", reports=True)
+        if self._updates:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        else:
+            state.optimizer.zero_grad()
+
+    def end(self) -> None:
+        """Update the EMA, report the step and save checkpoints. Call it after the optimizer step, on every rank.
+
+        Raises:
+            Stopped: a rank received SIGTERM, SIGINT or SIGUSR1; a checkpoint has been written, and with `save_every`
+                also an export.
+            NonFiniteError: the weights to be saved are not finite.
+        """
+        run, state, number = self._run, self._run.state, self._request
+        state.step += 1
+        if self._updates:
+            state.average.update(state.module, step=state.step, without=getattr(state.module, "idle", ()))
+        else:
+            state.skipped += 1
+        self._report()
+        self._trace.end()  # the trace leaves out what follows: it does not run in every step
+        every = self._settings.save_every
+        saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
+        exports = every is not None and (bool(number) or state.step % every == 0)
+        self._save(checkpoint=saves, export=exports)
+        if number or self.are_done:
+            self._complete()
+        if number:
+            raise run.stopped(number)
+        try:
+            if self._after_step is not None:
+                self._after_step(run)
+        except Stopped as stop:
+            self._save(checkpoint=not saves, export=every is not None and not exports)
+            self._complete()
+            raise run.stopped(stop.number) from None
+
+    def _save(self, *, checkpoint: bool, export: bool) -> None:
+        """Save a checkpoint, an export or both if the weights are finite: NaNs must not replace good weights."""
+        if not (checkpoint or export):
+            return
+        state = self._run.state
+        nonfinite = find_nonfinite(state.named_tensors(), self._run.ranks)
+        state.is_finite = not nonfinite
+        if not nonfinite:
+            if checkpoint:
+                self._writer.save(state.snapshot())
+            if export:
+                self._export(self._run)
+            return
+        message = f"after step {state.step} weights are not finite and are not saved: {shorten(nonfinite)}"
+        if self._guard.on_nonfinite != "ignore":
+            self._fail(message)
+        if self._run.is_first:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    def _fail(self, message: str, *, reports: bool = False) -> None:
+        """Raise NonFiniteError with advice. Args: reports: also report the step, which is not reported yet."""
+        if reports:
+            self._run.state.step += 1
+            self._report()
+        self._writer.wait()
+        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.path))}") from None
+
+    def _locate_nonfinite(self, loss: Tensor) -> str:
+        """Name the ranks with a non-finite loss or, if there are none, the parameters with a non-finite gradient.
+
+        Call it on every rank.
+        """
+        run = self._run
+        if not math.isfinite(self._loss):
+            return find_ranks(loss, run.ranks)
+        named = ((n, [] if x.grad is None else [x.grad]) for n, x in run.state.module.named_parameters())
+        nonfinite = find_nonfinite(named, run.ranks)
+        return f", of {shorten(nonfinite)}" if nonfinite else ", because finite gradients are too large for it"
+
+    def _complete(self) -> None:
+        self._writer.wait()
+        self._run.ranks.barrier()  # afterwards the checkpoint is visible to every rank
+
+    def _report(self) -> None:
+        state, before = self._run.state, self._ended
+        self._ended = time.perf_counter()
+        seconds = self._ended - before
+        tokens = state.sampler.batch_size * self._settings.tokens
+        rate = self._groups[0]["lr"]
+        measured_loss = self._validate(self._run)
+        val_loss = math.nan if measured_loss is None else measured_loss
+        report = StepReport(
+            state.step,
+            self._loss,
+            rate,
+            self._norm,
+            seconds,
+            tokens / seconds,
+            skipped=state.skipped,
+            val_loss=val_loss,
+            sigma=self._sigma,
+            peak_memory_gib=peak_memory_bytes(self._run.ranks.device) / 2**30,
+            expert=getattr(state.module, "active_number", math.nan),
+        )
+        for watcher in self._watchers if self._run.is_first else ():
+            watcher.watch(report)
+        if measured_loss is not None:
+            self._ended = time.perf_counter()  # validation is no part of the next step
