@@ -4,11 +4,12 @@
     lightning-cp bench bench=quick
 
 `bench` chooses the settings, which name their program: modes, sparse masks, data, one GPU, or long clips. `--help`
-lists them. The results are in the run directory.
+lists them. The results are in the run directory. The programs are in `recipes/benchmarks`, which a wheel has not.
 """
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +21,7 @@ PROGRAMS = ("modes", "sparse", "data", "gpu.run", "long_clips.run")
 
 
 @command("bench", "bench")
-def main(config: DictConfig) -> None:
+def run(config: DictConfig) -> None:
     """Check the settings and run their program."""
     if config.program not in PROGRAMS:
         sys.exit(f"error: program={config.program} is not valid: must be one of {', '.join(PROGRAMS)}")
@@ -29,6 +30,13 @@ def main(config: DictConfig) -> None:
     if problem:
         sys.exit(f"error: {problem}")
     program.run(config, Path(HydraConfig.get().runtime.output_dir))
+
+
+def main() -> None:
+    """Run the program of the settings. Exits with 1 if the benchmarks are not installed."""
+    if find_spec("lightning_cp.recipes.benchmarks") is None:
+        sys.exit("error: the benchmarks are not installed: run recipes/bench.py in a clone of the repository")
+    run()
 
 
 if __name__ == "__main__":

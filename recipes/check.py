@@ -17,7 +17,7 @@ from rich.table import Table
 from lightning_cp.launch.rank import load_target
 from lightning_cp.recipes import terminal
 from lightning_cp.recipes.runs.command import command
-from lightning_cp.recipes.runs.ranks import on_ranks, run_on_ranks
+from lightning_cp.recipes.runs.ranks import modes, on_ranks, run_on_ranks
 from lightning_cp.recipes.terminal import print_error, rich_text
 
 
@@ -27,7 +27,6 @@ def check_modes(config: DictConfig) -> Iterator[dict[str, Any]]:
     from torch.distributed import get_world_size
 
     from lightning_cp.engine import check_plan
-    from lightning_cp.recipes.benchmarks.subject import modes
 
     module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
     plan = None if config.plan is None else _load(config.plan, "plan")

@@ -113,7 +113,7 @@ def _lightning_cp(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anythi
 def _diffusers(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
     import torch
 
-    from lightning_cp.recipes.benchmarks.peers import diffusers_attention
+    from lightning_cp.recipes.diffusers_attention import diffusers_attention
 
     flags = {anything: True} if anything else {}
     attend = diffusers_attention(torch.device("cpu"), ring=ring, ulysses=ulysses, convert_to_fp32=False, **flags)

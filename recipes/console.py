@@ -17,7 +17,7 @@ COMMANDS = {
     "check": "check a plan: run a model alone and in every mode",
     "check-family": "check that a family feeds its transformer as the pipeline does",
     "doctor": "show this machine's devices and kernels, and test every mode",
-    "bench": "measure attention, a training step and sampling",
+    "bench": "in a clone of the repository: measure attention, a training step and sampling",
     "compare": "compare the exactness of diffusers' context parallelism and of ours",
 }
 

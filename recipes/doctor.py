@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lightning_cp.launch import FailureKind, Machine, launcher_env
 from lightning_cp.recipes import terminal
-from lightning_cp.recipes.runs.ranks import on_ranks, run_on_ranks
+from lightning_cp.recipes.runs.ranks import modes, on_ranks, run_on_ranks
 from lightning_cp.recipes.settings.table import SettingsError
 from lightning_cp.recipes.terminal import print_error, rich_text
 
@@ -39,7 +39,6 @@ def try_modes(_: object) -> Iterator[tuple[str, float, float]]:
     import torch.distributed as dist
 
     from lightning_cp.attention import context_parallel_attention
-    from lightning_cp.recipes.benchmarks.subject import modes
 
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.stats import STATS
 from lightning_cp.recipes.benchmarks.subject import Subject
-from lightning_cp.recipes.benchmarks.timing import Step, max_over_ranks, synchronize, time_in_turn
 from lightning_cp.recipes.benchmarks.trace import read_trace, record_trace
+from lightning_cp.recipes.planning.timing import Step, max_over_ranks, synchronize, time_in_turn
 
 
 @dataclass

@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_cp.files import writing_new
 from lightning_cp.recipes.benchmarks.measure import Figures
 from lightning_cp.recipes.benchmarks.subject import ONE_THREAD, SINGLE_RANK
-from lightning_cp.recipes.benchmarks.timing import machine_name
+from lightning_cp.recipes.planning.timing import machine_name
 from lightning_cp.recipes.terminal import console
 
 # One subject's figures, as in bench.csv. A figure that was not measured is left out.

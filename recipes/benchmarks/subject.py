@@ -42,20 +42,6 @@ class Subject:
     imbalance: float | None = None
 
 
-def modes(ranks: int) -> dict[str, ContextParallelConfig]:
-    """Return this library's modes for a number of ranks, by name."""
-    configs = {
-        "ring allgather": ContextParallelConfig(ring_degree=ranks),
-        "ring alltoall": ContextParallelConfig(ring_degree=ranks, rotate_method="alltoall"),
-        "Ulysses": ContextParallelConfig(ulysses_degree=ranks),
-    }
-    if (grid := ContextParallelConfig(ring_degree=ranks, rotate_method="grid")).grid_shape[1] > 1:
-        configs["grid"] = grid
-    if ranks >= 4 and ranks % 2 == 0:
-        configs["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
-    return configs
-
-
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
     """Copy a model without its weights, which both share: they must not be modified."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

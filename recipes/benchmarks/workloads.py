@@ -36,9 +36,9 @@ from lightning_cp.recipes.benchmarks.subject import (
     UNCHECKED,
     Subject,
     copy_sharing_weights,
-    modes,
     parallel,
 )
+from lightning_cp.recipes.runs.ranks import modes
 from lightning_cp.undoable import intercept_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

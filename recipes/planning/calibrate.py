@@ -20,7 +20,7 @@ from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
 from lightning_cp.planning.recorder import Recorder, Segment
 from lightning_cp.planning.recording import adamw
 from lightning_cp.planning.step import Compute
-from lightning_cp.recipes.benchmarks.timing import Step, low_quartile, machine_name, time_in_turn
+from lightning_cp.recipes.planning.timing import Step, low_quartile, machine_name, time_in_turn
 from lightning_cp.recipes.runs.ranks import on_ranks, run_on_ranks
 from lightning_cp.recipes.settings.table import SettingsError
 

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_cp.checkpoint.folder import temporary_folder
+from lightning_cp.config import ContextParallelConfig
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.job import Result
 from lightning_cp.launch.rank import Target, target_of
@@ -73,3 +74,17 @@ def run_on_ranks(
         result = LocalLauncher(limit_s=limit_s).launch(job)
         lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
         return [json.loads(line) for line in lines], result
+
+
+def modes(ranks: int) -> dict[str, ContextParallelConfig]:
+    """Return this library's modes of attention for a number of ranks, by name."""
+    configs = {
+        "ring allgather": ContextParallelConfig(ring_degree=ranks),
+        "ring alltoall": ContextParallelConfig(ring_degree=ranks, rotate_method="alltoall"),
+        "Ulysses": ContextParallelConfig(ulysses_degree=ranks),
+    }
+    if (grid := ContextParallelConfig(ring_degree=ranks, rotate_method="grid")).grid_shape[1] > 1:
+        configs["grid"] = grid
+    if ranks >= 4 and ranks % 2 == 0:
+        configs["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
+    return configs

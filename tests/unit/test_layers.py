@@ -55,6 +55,7 @@ LAYERS = (
 )
 MAX_LINES = {
     "attention": 4550,
+    "benchmarks": 3690,
     "callbacks": 410,
     "checkpoint": 1430,
     "comm": 1380,
@@ -63,13 +64,13 @@ MAX_LINES = {
     "engine": 7790,
     "finetune": 14480,
     "kernels": 730,
-    "launch": 1640,
+    "launch": 1650,
     "mesh": 610,
     "pipelines": 5810,
     "planning": 2350,
     "plans": 2360,
     "root": 1790,
-    "recipes": 12120,
+    "recipes": 8490,
     "sampling": 210,
     "strategies": 3170,
     "training": 520,
@@ -103,15 +104,17 @@ def test_the_package_does_not_grow() -> None:
     """A limit is lowered whenever lines go. Raise one only for a promise that users asked for."""
     lines = Counter[str]()
     for path, file in source_files().items():
-        top = path.parts[0]
+        top = "benchmarks" if "benchmarks" in path.parts else path.parts[0]
         lines["root" if top.endswith(".py") else top] += len(file.read_text().splitlines())
     assert {name: count for name, count in lines.items() if count > MAX_LINES.get(name, 0)} == {}
 
 
-def test_the_wheel_has_every_folder() -> None:
+def test_the_wheel_has_every_folder_but_the_benchmarks() -> None:
     root = Path(__file__).parents[2]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    there = {".".join(("lightning_cp", *path.parent.parts)) for path in source_files()}
+    there = {
+        ".".join(("lightning_cp", *path.parent.parts)) for path in source_files() if "benchmarks" not in path.parts
+    }
     assert {name for name in listed if not name.startswith("lightning_cp.conf")} == there
 
 

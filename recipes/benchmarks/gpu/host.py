@@ -18,7 +18,8 @@ from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.recipes.benchmarks import peers
 from lightning_cp.recipes.benchmarks.gpu.results import Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import passes_in_turn
-from lightning_cp.recipes.benchmarks.subject import modes, parallel
+from lightning_cp.recipes.benchmarks.subject import parallel
+from lightning_cp.recipes.runs.ranks import modes
 
 _PEER = "diffusers Ulysses"
 # (mode, ranks, pass) -> largest time as a multiple of diffusers' Ulysses in the same pass and run

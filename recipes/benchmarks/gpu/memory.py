@@ -19,7 +19,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 from lightning_cp.recipes.benchmarks.gpu.results import Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import peak_bytes
-from lightning_cp.recipes.benchmarks.subject import modes
+from lightning_cp.recipes.runs.ranks import modes
 
 MEMORY_TOLERANCE = 1.1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_cp.files import writing_new
 from lightning_cp.recipes.benchmarks.gpu.results import Check, Result, Results
-from lightning_cp.recipes.benchmarks.timing import machine_name
+from lightning_cp.recipes.planning.timing import machine_name
 
 
 def write_page(results: Results, stages: Sequence[str], folder: Path, *, device: str) -> Path:

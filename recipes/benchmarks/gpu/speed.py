@@ -15,8 +15,9 @@ from lightning_cp.launch.machine import free_memory_bytes
 from lightning_cp.recipes.benchmarks.gpu.results import Check, Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import dtype_name, seconds_of
 from lightning_cp.recipes.benchmarks.measure import Figures, measure_subjects
-from lightning_cp.recipes.benchmarks.subject import HEADS_CALL, QUERIES_CALL, modes
+from lightning_cp.recipes.benchmarks.subject import HEADS_CALL, QUERIES_CALL
 from lightning_cp.recipes.benchmarks.workloads import one_rank
+from lightning_cp.recipes.runs.ranks import modes
 
 RATIO_GOAL, BANDWIDTH_GOAL = 1.03, 0.8
 _RING_MODES = ("ring allgather", "ring alltoall")

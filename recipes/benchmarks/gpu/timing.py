@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_cp.recipes.benchmarks.timing import Step, Times, low_quartile, time_in_turn
 from lightning_cp.recipes.benchmarks.trace import read_trace, record_trace
+from lightning_cp.recipes.planning.timing import Step, Times, low_quartile, time_in_turn
 
 
 def seconds_of(step: Step, device: torch.device) -> float:

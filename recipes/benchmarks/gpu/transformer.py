@@ -20,7 +20,8 @@ from lightning_cp.engine.graphs import GraphedForward, recorder_for
 from lightning_cp.recipes.benchmarks import peers
 from lightning_cp.recipes.benchmarks.gpu.results import Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import passes_in_turn
-from lightning_cp.recipes.benchmarks.subject import UNCHECKED, copy_sharing_weights, modes, parallel
+from lightning_cp.recipes.benchmarks.subject import UNCHECKED, copy_sharing_weights, parallel
+from lightning_cp.recipes.runs.ranks import modes
 from lightning_cp.undoable import intercept_calls
 
 _ALONE, _GRAPH = "a rank's tokens alone", ", CUDA graph"

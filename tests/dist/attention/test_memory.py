@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel, context_parallel_attention
 from lightning_cp.attention import gathered
 from lightning_cp.comm.packet import BUFFERS
-from lightning_cp.recipes.benchmarks.peers import diffusers_attention
 from lightning_cp.recipes.benchmarks.trace import Trace, read_trace, record_trace
+from lightning_cp.recipes.diffusers_attention import diffusers_attention
 from tests.harness import RankPool
 
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 32
