@@ -55,7 +55,7 @@ LAYERS = (
 )
 MAX_LINES = {
     "attention": 4550,
-    "benchmarks": 3690,
+    "benchmarks": 3500,
     "callbacks": 410,
     "checkpoint": 1430,
     "comm": 1380,
@@ -70,7 +70,7 @@ MAX_LINES = {
     "planning": 2350,
     "plans": 2360,
     "root": 1790,
-    "recipes": 8490,
+    "recipes": 8680,
     "sampling": 210,
     "strategies": 3170,
     "training": 520,
