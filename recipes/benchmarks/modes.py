@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from lightning_cp.recipes.benchmarks.links import check_links
 from lightning_cp.recipes.benchmarks.measure import Figures, measure_subjects
 from lightning_cp.recipes.benchmarks.plots import draw_workload
 from lightning_cp.recipes.benchmarks.ranks import check_device, check_integers, device_of, rows_on_ranks
@@ -47,7 +48,7 @@ def check_settings(config: DictConfig) -> str:
     """Check the settings. Returns: what is wrong; "" if nothing is."""
     if not config.workloads or any(name not in WORKLOADS for name in config.workloads):
         return f"workloads={list(config.workloads)} is not valid: must be some of {', '.join(WORKLOADS)}"
-    if problem := check_integers(config, ranks=2, attention__lengths=1):
+    if problem := check_links(config.get("link_mbit")) or check_integers(config, ranks=2, attention__lengths=1):
         return problem
     if not {"training", "sampling"}.isdisjoint(config.workloads) and "model" not in config:
         return f"workloads={list(config.workloads)}: these settings have no model; use bench=cpu or bench=four_gpus"

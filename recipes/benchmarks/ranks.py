@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.launch import Machine
 from lightning_cp.launch.rank import Target
+from lightning_cp.recipes.benchmarks.links import rows_over_links
 from lightning_cp.recipes.benchmarks.report import Row, count_ranks
 from lightning_cp.recipes.runs.ranks import run_on_ranks
 
@@ -48,6 +49,8 @@ def rows_on_ranks(function: Target, config: DictConfig, ranks: int, folder: Path
     settings: Any = OmegaConf.to_container(config, resolve=True)
     threads = 1 if config.device == "cpu" else 0
     settings |= {"folder": str(folder), **values}
+    if config.get("link_mbit") is not None:
+        return rows_over_links(function, settings, ranks, config.link_mbit)
     rows, result = run_on_ranks(function, settings, ranks, limit_s=config.limit_s, threads=threads)
     if result.failure is not None:
         print(f"error: {result.failure.describe()}", file=sys.stderr)

@@ -17,7 +17,7 @@ from lightning_cp.launch.job import Result
 from lightning_cp.launch.rank import Target, target_of
 from lightning_cp.launch.rendezvous import init_process_group
 
-_ROWS = "rows.jsonl"
+ROWS = "rows.jsonl"
 
 
 def on_ranks(function: Callable[[Any], Iterator[Any]]) -> Target:
@@ -36,7 +36,7 @@ def on_ranks(function: Callable[[Any], Iterator[Any]]) -> Target:
 
         for row in function(config):
             if get_rank() == 0:
-                with settings.with_name(_ROWS).open("a", encoding="utf-8") as file:
+                with settings.with_name(ROWS).open("a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(row)}\n")
 
     return target
@@ -68,7 +68,7 @@ def run_on_ranks(
         threads: CPU threads per rank; 0 leaves the choice to the environment.
     """
     with temporary_folder() as folder:
-        path, rows = folder / "settings.yaml", folder / _ROWS
+        path, rows = folder / "settings.yaml", folder / ROWS
         OmegaConf.save({**settings}, path)
         job = Job(target_of(function), path, ranks, folder / "logs", threads=threads)
         result = LocalLauncher(limit_s=limit_s).launch(job)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.recipes.benchmarks import data, modes, sparse
+from lightning_cp.recipes.benchmarks.links import check_links
 from lightning_cp.recipes.benchmarks.measure import Figures
 from lightning_cp.recipes.benchmarks.plots import draw_workload
 from lightning_cp.recipes.benchmarks.report import cells_of, count_ranks, markdown_page, rows_of, write_csv
@@ -134,3 +135,10 @@ def test_only_the_time_between_samples_is_waiting(monkeypatch: pytest.MonkeyPatc
 def test_one_rank_is_singular() -> None:
     assert [count_ranks(n) for n in (1, 2)] == ["1 rank", "2 ranks"]
     assert len(set(colours(str(i) for i in range(20)).values())) == 20
+
+
+def test_slow_links_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "link_mbit=200 makes network namespaces: it needs Linux, root" in check_links(200)
+    assert "link_mbit=-1 is not valid" in check_links(-1)
+    assert not check_links(None)
