@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
@@ -19,7 +20,6 @@ from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
 from lightning_cp.files import read_json
 from lightning_cp.finetune.adapters.lora import add_lora, check_lora
-from lightning_cp.finetune.adapters.lora_metadata import add_metadata
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
 from lightning_cp.finetune.encoder_files import describe_files
@@ -31,6 +31,7 @@ from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.finetune.load import load_transformer, meta_transformer, meta_transformers
+from lightning_cp.finetune.objectives import Diffusion, ExpertFlowMatching, FlowMatching, Objective, objective_for
 from lightning_cp.finetune.pipeline import is_modular_source
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.side import SteeredTransformer, compile_blocks, freeze_base
@@ -39,12 +40,53 @@ from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.recipes.settings.components import components_of
 from lightning_cp.recipes.settings.finetune import lora_settings
 from lightning_cp.recipes.settings.world import is_single
-from lightning_cp.recipes.training.batch_order import batch_order
-from lightning_cp.recipes.training.encoded_folder import encoded_folder
-from lightning_cp.recipes.training.lora_facts import kohya_facts
-from lightning_cp.recipes.training.objective import build_objective
+from lightning_cp.recipes.training.finetune_data import batch_order, encoded_folder
 from lightning_cp.recipes.training.run import Run
 from lightning_cp.recipes.training.setup import TrainingSetup
+
+
+def build_objective(config: DictConfig, family: Family) -> Objective:
+    """Build the objective. Raises: ValueError: a setting is of another kind of objective than the family's."""
+    names = components_of(config)
+    kind = FlowMatching if family.objective.prediction == "flow" else Diffusion
+    valid = [name for name in map(str, config.objective) if name in {x.name for x in fields(kind)}]
+    chosen = {str(name): value for name, value in config.objective.items() if value is not None}
+    chosen.pop("reduction")  # it weights samples, see `BatchDivision`
+    for name, value in chosen.items():
+        if name not in valid:
+            raise ValueError(
+                f"objective.{name}={value} is not valid for {family.name}, which is trained with "
+                f"{kind.__name__}: its settings are objective.{', objective.'.join(valid)}"
+            )
+        if OmegaConf.is_list(value):
+            chosen[name] = tuple(list(x) if OmegaConf.is_list(x) else x for x in value)
+    if "density" in chosen:
+        chosen["density"] = instantiate(chosen["density"])
+    component = names if len(names) > 1 else names[0]
+    objective = objective_for(
+        family, seed=config.seed, component=component, **{"cond_dropout": config.cond_dropout, **chosen}
+    )
+    if isinstance(objective, ExpertFlowMatching):
+        for name, one in objective.objectives.items():
+            _report_range(one, family, name, share=f" in {objective.probabilities[name]:.1%} of the steps")
+    else:
+        _report_range(objective, family, names[0])
+    return objective
+
+
+def _report_range(objective: Objective, family: Family, component: str, *, share: str = "") -> None:
+    """Print the noise levels that are trained on rank 0, if they are not all. Args: share: share of the steps."""
+    trained, used = getattr(objective, "sigma_range", (0.0, 1.0)), family.sigma_range(component)
+    if trained == used == (0.0, 1.0):
+        return
+    text = f"{component} is trained on {trained[0]:g} < sigma <= {trained[1]:g}{share}"
+    if not used[0] <= trained[0] < trained[1] <= used[1]:
+        text = (
+            f"warning: {text} (objective.sigma_range), but the pipeline uses it for {used[0]:g} < sigma <= {used[1]:g} "
+            "only: leave objective.sigma_range out to train on these"
+        )
+    rank_zero_only(print)(text, flush=True)
+
 
 BEST = "best"  # folder of the export with the lowest validation loss
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -158,29 +200,20 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module):
             loss = run.tuning.validate(run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                self._write(run, run.folder.path / BEST)
+                run.tuning.export(run.folder.path / BEST)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def export(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            self._write(run, run.folder.saved(run.state.step))
+            run.tuning.export(run.folder.saved(run.state.step))
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            folder = self._write(run, run.folder.path)
+            folder = run.tuning.export(run.folder.path)
         on_rank_zero(lambda: self._card(run).write(folder))
-
-    def _write(self, run: Run, folder: Path) -> Path:
-        """Write the trained weights, and into the header of a LoRA how it was trained. Call it on every rank."""
-        written = run.tuning.export(folder)
-        if self.config.lora is not None:
-            samples, step = len(self.dataset), run.state.step
-            facts = kohya_facts(self.config, self.cache, samples=samples, step=step, adapter=_rank_and_alpha(run))
-            on_rank_zero(lambda: add_metadata(written, facts))
-        return written
 
     def _card(self, run: Run) -> ModelCard:
         config, rows = self.config, self.cache.rows

@@ -1,25 +1,109 @@
-"""Do the work around each optimizer step, for the Fabric loop and the Trainer loop: LR, clipping, EMA, reports."""
+"""Do the work around each optimizer step, with Fabric and the Trainer: schedule, clipping, EMA, trace, reports."""
+
+from __future__ import annotations
 
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import profile
 
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.store import CheckpointWriter
+from lightning_cp.comm.stats import traced
 from lightning_cp.errors import NonFiniteError
+from lightning_cp.files import writing_new
 from lightning_cp.launch.channel import Stopped
 from lightning_cp.recipes.training.run import Run
-from lightning_cp.recipes.training.schedule import Schedule
-from lightning_cp.recipes.training.tracing import StepTrace
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 from lightning_cp.training.ranks import peak_memory_bytes
+
+
+@dataclass
+class StepTrace:
+    """Record one step from `begin` to `end`; every rank writes a file for chrome://tracing or Perfetto.
+
+    The next step's reported time includes writing the file.
+
+    Args:
+        step: step to record, counted from 1; None: record no step.
+        path: path of this rank's trace file.
+    """
+
+    step: int | None
+    path: Path
+    _found: profile | None = field(default=None, init=False)
+    _recording: ExitStack = field(default_factory=ExitStack, init=False)
+
+    def begin(self, step: int) -> None:
+        """Start recording if `step` is the chosen one. Call it before the forward."""
+        if step == self.step:
+            self._found = self._recording.enter_context(traced())
+
+    def end(self) -> None:
+        """Write the trace file if this step was recorded. Call it after the step."""
+        if self._found is None:
+            return
+        self._recording.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with writing_new(self.path) as path:
+            self._found.export_chrome_trace(str(path))
+        self._found = None
+
+
+CONSTANT = "constant"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A factor of the learning rate for each step: a linear warm-up, and then one of diffusers' schedules.
+
+    It depends on the step alone, so a resumed run needs no saved schedule.
+
+    Args:
+        name: "constant", "linear", "cosine", "cosine_with_restarts" or "polynomial".
+        warmup_steps: number of steps of the warm-up.
+        steps: step at which the schedule ends; its last factor is kept afterwards. Not used by "constant".
+        cycles: number of cycles of "cosine_with_restarts".
+    """
+
+    name: str = CONSTANT
+    warmup_steps: int = 0
+    steps: int = 0
+    cycles: int = 1
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step. Args: step: step number, counted from 1."""
+        if step <= self.warmup_steps:
+            return step / self.warmup_steps
+        if self.name == CONSTANT:
+            return 1.0
+        done = max(self.warmup_steps, min(step, self.steps) - 1)  # steps before this one
+        return float(self._diffusers.lr_lambdas[0](done))
+
+    @cached_property
+    def _diffusers(self) -> LambdaLR:
+        from diffusers.optimization import get_scheduler
+
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule: LambdaLR = get_scheduler(
+            self.name,
+            optimizer,
+            num_warmup_steps=self.warmup_steps,
+            num_training_steps=max(self.steps, self.warmup_steps + 1),
+            num_cycles=self.cycles,
+        )
+        return schedule
 
 
 @dataclass(frozen=True)

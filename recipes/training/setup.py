@@ -28,12 +28,10 @@ from lightning_cp.finetune.objectives import Objective
 from lightning_cp.launch.channel import StopRequest
 from lightning_cp.recipes.settings.world import shards_weights
 from lightning_cp.recipes.terminal import printable
-from lightning_cp.recipes.training.loop import LoopSettings, Steps, Watcher
+from lightning_cp.recipes.training.loop import LoopSettings, Schedule, Steps, StepTrace, Watcher
 from lightning_cp.recipes.training.records import LoggedMetrics, MetricsFile, ProgressBar
 from lightning_cp.recipes.training.run import Run, RunFolder, check_same_checkpoint, open_run_folder
-from lightning_cp.recipes.training.schedule import Schedule
 from lightning_cp.recipes.training.state import TrainState
-from lightning_cp.recipes.training.tracing import StepTrace
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.optimization import get_scheduler
 
-from lightning_cp.recipes.training.schedule import Schedule
+from lightning_cp.recipes.training.loop import Schedule
 
 NAMES = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_cp.recipes.digits.data import load_scans
 from lightning_cp.recipes.digits.recognise import recognise_digits
-from lightning_cp.recipes.sampling.picture import draw_grid
+from lightning_cp.recipes.sampling.show import draw_grid
 from lightning_cp.sampling import SamplingSettings, draw_samples, integrate_flow
 from lightning_cp.training.ranks import DataShard
 

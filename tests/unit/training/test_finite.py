@@ -18,11 +18,9 @@ from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.channel import Stopped, StopRequest
-from lightning_cp.recipes.training.loop import LoopSettings, StepReport, Steps
+from lightning_cp.recipes.training.loop import LoopSettings, Schedule, StepReport, Steps, StepTrace
 from lightning_cp.recipes.training.run import Run, RunFolder
-from lightning_cp.recipes.training.schedule import Schedule
 from lightning_cp.recipes.training.state import TrainState
-from lightning_cp.recipes.training.tracing import StepTrace
 from lightning_cp.training import WeightAverage
 from lightning_cp.training.finite import MOST_SKIPPED_IN_A_ROW, StepGuard, find_nonfinite
 from lightning_cp.training.ranks import DataShard
