@@ -1,29 +1,18 @@
-"""docs/pipelines.md, from what the tests measured."""
+"""The tested pipelines of docs/sampling.md, from what the tests measured."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_HEAD = """# Pipelines
-
-The table lists every tested pipeline of diffusers 0.42.1, with the largest error of its latents: the difference from
-one process relative to the largest value, in float32, over all tiny variants of the pipeline. The variants have random
-weights and consist of diffusers' and transformers' own classes. [sampling.md](sampling.md) explains how to use a
-pipeline on several ranks.
-
-- *tokens*: error with a ring (both rotate methods) and with Ulysses at 2 and 3 ranks, and with both together at 4.
-- *branches*: how the pipeline computes the branches of guidance: in one batch, or in several calls of the transformer.
-- *guidance*: error with `cfg=2` at 2 ranks, and with `ring=2` or `ulysses=2` in addition at 4.
-
-The table is written by
-
-    LIGHTNING_CP_PIPELINES_TABLE=docs/pipelines.md pytest -q -m "full or not full" tests/pipelines
-
-| pipeline | variants | tokens | branches | guidance |
-|---|---|---|---|---|
-"""
+_LIST = re.compile(r"(<!-- pipelines: [^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
+_TITLES = {
+    "batch": "Branches of guidance in one batch",
+    "calls": "A call for each branch",
+    "none": "No guidance",
+}
 
 
 @dataclass(frozen=True)
@@ -31,23 +20,19 @@ class Measured:
     """One trial of one pipeline."""
 
     pipeline: str
-    name: str
-    guidance: str
-    cfg: int
+    guidance: str  # none, batch or calls
     error: float
 
 
-def write_table(file: Path, measured: Sequence[Measured]) -> None:
-    """Writes docs/pipelines.md."""
+def write_list(file: Path, measured: Sequence[Measured]) -> None:
+    """Write the pipelines into the page: by their branches of guidance, with the largest error of each kind."""
+    branches: dict[str, str] = {}
+    for one in measured:
+        if branches.get(one.pipeline, "none") == "none":
+            branches[one.pipeline] = one.guidance
     lines = []
-    for pipeline in sorted({x.pipeline for x in measured}):
-        mine = [x for x in measured if x.pipeline == pipeline]
-        names = ", ".join(dict.fromkeys(x.name for x in mine))
-        branches = ", ".join(sorted({x.guidance for x in mine} - {"none"})) or "one branch"
-        tokens, guidance = (_worst([x.error for x in mine if (x.cfg > 1) == shared]) for shared in (False, True))
-        lines.append(f"| {pipeline} | {names} | {tokens} | {branches} | {guidance} |\n")
-    file.write_text(_HEAD + "".join(lines))
-
-
-def _worst(errors: Sequence[float]) -> str:
-    return f"{max(errors):.0e}" if errors else "–"
+    for kind, title in _TITLES.items():
+        names = sorted(name for name, found in branches.items() if found == kind)
+        error = max((x.error for x in measured if branches[x.pipeline] == kind), default=0.0)
+        lines.append(f"\n**{title}** ({error:.0e}): {', '.join(name.removesuffix('Pipeline') for name in names)}.\n")
+    file.write_text(_LIST.sub(lambda found: found[1] + "".join(lines) + "\n" + found[2], file.read_text()))

@@ -17,7 +17,7 @@ from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import names, table
-from tests.pipelines.report import Measured, write_table
+from tests.pipelines.report import Measured, write_list
 
 SPECIAL = (("wan_two_experts", 4), ("flux_kontext", 2), ("ltx2_guided", 2))
 
@@ -41,10 +41,10 @@ _measured: list[Measured] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _table() -> Iterator[None]:
+def _list() -> Iterator[None]:
     yield
     if "LIGHTNING_CP_PIPELINES_TABLE" in os.environ:
-        write_table(Path(os.environ["LIGHTNING_CP_PIPELINES_TABLE"]), _measured)
+        write_list(Path(os.environ["LIGHTNING_CP_PIPELINES_TABLE"]), _measured)
 
 
 def _latents(pipe: Any, name: str, family: str, seed: int) -> Tensor:
@@ -130,6 +130,6 @@ def test_latents_are_those_of_one_process(run_ranks: RankPool, name: str, world:
     trials = [trial for trial in trials if TRIALS[trial][2] == 1 or tiny.guidance != "none"]
     for found in run_ranks(world, _errors, name, PIPES[name], trials):
         for trial, (error, shared, kind) in zip(trials, found, strict=True):
-            _measured.append(Measured(kind, name, tiny.guidance, TRIALS[trial][2], error))
+            _measured.append(Measured(kind, tiny.guidance, error))
             assert error <= 1e-4, f"{trial}: {error:.1e}"
             assert (shared > 0) == (TRIALS[trial][2] > 1), f"{trial}: {shared} calls were shared out"

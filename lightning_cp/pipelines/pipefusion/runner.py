@@ -323,7 +323,7 @@ def make_patch_runners(
         if plan is None:
             raise PlanError(
                 f"{kind} cannot be computed in patches or stages: its plan does not support it "
-                "(docs/pipefusion_reference.md lists the classes that do): use patches=1 and pipe=1"
+                "(docs/sampling.md lists the classes that do): use patches=1 and pipe=1"
             )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(

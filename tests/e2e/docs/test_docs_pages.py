@@ -1,4 +1,4 @@
-"""The scripts and commands of own_module.md, own_data.md and sweeps.md run unchanged."""
+"""The scripts and commands of the pages run unchanged."""
 
 from __future__ import annotations
 
@@ -40,10 +40,19 @@ def write_files(page: str, folder: Path) -> None:
         (folder / name).write_text(script)
 
 
-def commands(page: str) -> list[list[str]]:
-    """Return the commands of a page that run recipes/train.py: the arguments after it."""
-    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall(r"^.*python recipes/train.py (.*)$", text, re.MULTILINE)]
+def commands(text: str) -> list[list[str]]:
+    """Return the commands of a text that run a recipe: its file, and the arguments."""
+    lines = re.findall(
+        r"^(?:\w+=\S+ )*(?:lightning-cp |python recipes/)([\w-]+)(?:\.py)?(.*)$",
+        text.replace("\\\n", " "),
+        re.MULTILINE,
+    )
+    return [[f"recipes/{name.replace('-', '_')}.py", *shlex.split(rest, comments=True)] for name, rest in lines]
+
+
+def training_commands(page: str) -> list[list[str]]:
+    """Return the arguments of the page's commands that train."""
+    return [words for recipe, *words in commands((ROOT / "docs" / page).read_text()) if recipe == "recipes/train.py"]
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -56,7 +65,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.full
 def test_own_module_gives_the_same_numbers_at_every_degree(tmp_path: Path) -> None:
-    write_files("own_module.md", tmp_path)
+    write_files("start_module.md", tmp_path)
     printed = [run(tmp_path, "compare_ranks.py", str(ring)) for ring in (1, 2, 3)]
     numbers = [re.findall(r"loss (\S+), norm of the weights (\S+)", text) for text in printed]
     assert numbers[0] == numbers[1] == numbers[2]
@@ -65,7 +74,8 @@ def test_own_module_gives_the_same_numbers_at_every_degree(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_own_noise_differs_between_data_groups_only(tmp_path: Path) -> None:
-    write_files("own_module.md", tmp_path)
+    write_files("start_module.md", tmp_path)
+    write_files("data.md", tmp_path)
     (tmp_path / "two_groups.py").write_text(TWO_GROUPS)
     drawn = re.findall(r"drawn (\d+) (\S+)", run(tmp_path, "two_groups.py"))
     assert len(drawn) == 4
@@ -76,8 +86,8 @@ def test_own_noise_differs_between_data_groups_only(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_own_data_trains_and_is_not_judged_by_the_classifier_of_digits(tmp_path: Path) -> None:
-    write_files("own_data.md", tmp_path)
-    (command,) = commands("own_data.md")
+    write_files("data.md", tmp_path)
+    (command,) = training_commands("data.md")
     printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, "max_steps=2", "batch_size=4")
     assert "Trained 2 steps" in printed
     assert "classifier" not in printed
@@ -86,7 +96,8 @@ def test_own_data_trains_and_is_not_judged_by_the_classifier_of_digits(tmp_path:
 @pytest.mark.full
 @pytest.mark.parametrize("flavour", ["fabric", "pytorch"])
 def test_an_own_hydra_project_has_the_same_losses_at_every_degree(flavour: str, tmp_path: Path) -> None:
-    write_files("own_hydra.md", tmp_path)
+    write_files("start_module.md", tmp_path)
+    write_files("training.md", tmp_path)
     printed = run(tmp_path, "app.py", "-m", "strategy.ring=1,2,3", f"flavour={flavour}", "steps=2")
     found = dict(re.findall(r"ring (\d): last loss (\S+)", printed))
     assert set(found) == {"1", "2", "3"}
@@ -97,7 +108,8 @@ def test_an_own_hydra_project_has_the_same_losses_at_every_degree(flavour: str, 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(2))
 def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
-    command = [one for one in commands("sweeps.md")[number] if not one.startswith(("max_steps=", "ring="))]
+    sweeps = [command for command in training_commands("mixtures_and_sweeps.md") if "-m" in command]
+    command = [one for one in sweeps[number] if not one.startswith(("max_steps=", "ring="))]
     quick = ["ring=1", "max_steps=2", "batch_size=4", "sampling.num_samples=10"]
     quick += ["hydra.sweeper.n_trials=2"] if "hydra/sweeper=optuna" in command else []
     command = [one for one in command if not one.startswith("hydra.sweeper.n_trials=")]

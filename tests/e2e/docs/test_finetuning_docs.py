@@ -1,28 +1,26 @@
-"""Commands and scripts of docs/finetuning.md, finetune_edits.md and finetune_control.md run on tiny pipelines."""
+"""Commands and scripts about fine-tuning (LoRA, edits, controls, mixtures) run on tiny pipelines."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.e2e.docs.test_docs_pages import run, write_files
+from tests.e2e.docs.test_docs_pages import commands, run, write_files
 from tests.e2e.finetune.test_finetune_edit import CALL
 from tests.e2e.finetuning import frames_of, write_media, write_pipeline
 from tests.e2e.recipe import ROOT
 from tests.families.cases import CASES
 
 PAGE = (ROOT / "docs/finetuning.md").read_text()
-EDITS = (ROOT / "docs/finetune_edits.md").read_text()
-CONTROLS = (ROOT / "docs/finetune_control.md").read_text()
+EDITS, CONTROLS = (ROOT / "docs/control_and_edits.md").read_text().split("## ControlNets and Wan VACE\n")
 IMAGE_TO_VIDEO = PAGE.partition("## Image to video\n")[2].partition("\n## ")[0]
-COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS, CONTROL_COMMANDS = (
-    [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
-    for page in (PAGE.replace(IMAGE_TO_VIDEO, ""), EDITS, IMAGE_TO_VIDEO, CONTROLS)
+WITH_PIPELINE = PAGE.partition("## A model without a pipeline\n")[0].replace(IMAGE_TO_VIDEO, "")
+COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS, CONTROL_COMMANDS = map(
+    commands, (WITH_PIPELINE, EDITS, IMAGE_TO_VIDEO, CONTROLS)
 )
 SMALL = {
     "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
@@ -37,11 +35,18 @@ SMALL = {
 }
 
 
-def test_the_readme_has_the_same_three_commands() -> None:
-    readme = (ROOT / "README.md").read_text()
-    first = re.findall(r"^python recipes/.*$", PAGE, re.MULTILINE)[:3]
-    assert [shlex.split(line)[1] for line in first] == list(SMALL)
-    assert "\n".join(first) in readme
+@pytest.mark.full
+def test_the_three_commands_of_the_start_run(tmp_path: Path) -> None:
+    three = commands((ROOT / "docs/start_lora.md").read_text())
+    assert three == commands((ROOT / "README.md").read_text())[1:]
+    write_pipeline(tmp_path / "my-pipeline", "flux")
+    write_media(tmp_path / "photos", "flux", 4)
+    size = {**SMALL, "recipes/precompute.py": ("precompute.sizes=[[16,24]]", "accelerator=cpu")}
+    size["recipes/sample.py"] = ("num_inference_steps=1", "+call.height=16", "+call.width=24", "accelerator=cpu")
+    for script, *given in three:
+        tiny = [word.replace("black-forest-labs/FLUX.1-dev", "my-pipeline") for word in given]
+        run(tmp_path, str(ROOT / script), *tiny, *size[script], "progress=false")
+    assert list((tmp_path / "outputs").rglob("lora/comfyui.safetensors"))
 
 
 @pytest.mark.full
@@ -110,7 +115,7 @@ def test_the_commands_and_scripts_for_controlnets_run(tmp_path: Path) -> None:
     write_pipeline(tmp_path / "my-flux-pipeline", "flux")
     rooms = write_media(tmp_path / "rooms", "flux_controlnet", 4)
     shutil.copy(rooms / "0.reference.png", tmp_path / "depth.png")
-    write_files("finetune_control.md", tmp_path)
+    write_files("control_and_edits.md", tmp_path)
     script = tmp_path / "make_controlnet.py"
     script.write_text(script.read_text().replace("layers=4", "layers=1"))
     run(tmp_path, "make_controlnet.py")
@@ -132,8 +137,7 @@ def test_the_commands_and_scripts_for_controlnets_run(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_commands_for_a_mixture_run(tmp_path: Path) -> None:
-    page = (ROOT / "docs/finetune_mixtures.md").read_text()
-    commands = [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
+    page = (ROOT / "docs/mixtures_and_sweeps.md").read_text().partition("## Sweeps\n")[0]
     write_pipeline(tmp_path / "my-pipeline", "flux")
     for number, folder in enumerate(("photos", "styles")):
         (tmp_path / folder).mkdir()
@@ -141,11 +145,9 @@ def test_the_commands_for_a_mixture_run(tmp_path: Path) -> None:
             height, width = ((32, 48), (48, 32), (48, 48))[(i + number) % 3]
             Image.fromarray(frames_of(i, (1, height, width))[0]).save(tmp_path / folder / f"{i}.png")
             (tmp_path / folder / f"{i}.txt").write_text("a wave")
-    (tmp_path / "conf/mix").mkdir(parents=True)
-    (mix,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "conf/mix/two_folders.yaml").write_text(mix)
+    write_files("mixtures_and_sweeps.md", tmp_path)
     small = ("accelerator=cpu", "progress=false", "lora.rank=2")
-    precompute, train, resume, degrees = commands
+    precompute, train, resume, degrees = commands(page)
     sizes = "precompute.sizes=[[32,48],[48,32],[48,48]]"
     run(tmp_path, str(ROOT / precompute[0]), *precompute[1:-1], sizes, "accelerator=cpu", "precompute.max_upscale=2")
     run(tmp_path, str(ROOT / train[0]), *train[1:], *small, "max_steps=2")

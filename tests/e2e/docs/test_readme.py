@@ -1,4 +1,4 @@
-"""README's snippets run unchanged, in a script with the lines that a reader would add."""
+"""README's scripts run unchanged, and the snippets of the pages in a script with the lines that a reader would add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.e2e.recipe import ROOT
 from tests.harness import warm
 
 README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SAMPLING = (ROOT / "docs/sampling.md").read_text()
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 
 MODEL = """
@@ -37,7 +38,8 @@ fabric.backward(model(**arguments, return_dict=False)[0].square().mean())
 {CHECK}
 fabric.print("exact")
 """
-SCRIPT = next(text for text in SNIPPETS if "class FlowMatching" in text)
+SCRIPT, PIPELINE = BLOCK.findall(README)
+LOSS = "\ntrainer.print(f\"last loss {trainer.callback_metrics['loss']:.4f}\")\n"
 DIFFUSERS = f"""{MODEL}
 import types
 import torch.distributed as dist
@@ -72,17 +74,17 @@ def ran(
     )
 
 
-def code_of(snippet: str) -> list[str]:
-    return [line for line in snippet.splitlines() if line.strip()]
+def snippet_of(page: str, part: str) -> str:
+    return next(text for text in BLOCK.findall((ROOT / "docs" / page).read_text()) if part in text)
 
 
-def test_snippets_are_short() -> None:
-    assert len(SNIPPETS) == 5  # two are run by test_export.py and test_sampling_docs.py
-    assert all(len(code_of(snippet)) <= (30 if snippet is SCRIPT else 5) for snippet in SNIPPETS)
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len(README.splitlines()) <= 120
+    assert max(len(SCRIPT.splitlines()), len(PIPELINE.splitlines())) <= 30
 
 
 def last_loss(script: str, folder: Path, *, ranks: int = 1) -> str:
-    result = ran(script, folder, cwd=folder, ranks=ranks)
+    result = ran(script + LOSS, folder, cwd=folder, ranks=ranks)
     assert result.returncode == 0, result.stderr
     return re.findall(r"last loss (\S+)", result.stdout)[0]
 
@@ -95,14 +97,15 @@ def test_the_trainer_script_runs_as_it_stands(ranks: int, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_trainer_script_gives_the_loss_of_one_process(tmp_path: Path) -> None:
-    alone = SCRIPT.replace("devices=2", "devices=1").replace("ring=2", "ring=1")
+    alone = SCRIPT.partition("  # one device")[0].replace("devices=2", "devices=1").replace("ring=2", "ring=1")
     assert alone.count("devices=1") == alone.count("ring=1") == 1
+    alone += SCRIPT[SCRIPT.index("\ntrainer.fit") :]
     assert last_loss(SCRIPT, tmp_path) == last_loss(alone, tmp_path)
 
 
 @pytest.mark.full
 def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
-    snippet = next(text for text in SNIPPETS if "Fabric(" in text)
+    snippet = snippet_of("training.md", "fabric = Fabric(")
     result = ran(FABRIC.format(snippet=snippet), tmp_path, cold=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("exact") == 1
@@ -110,7 +113,7 @@ def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_diffusers_snippet_runs_on_two_ranks(torchrun: bool, tmp_path: Path) -> None:
-    snippet = next(text for text in SNIPPETS if "apply_context_parallel(" in text)
+    snippet = snippet_of("sampling.md", "apply_context_parallel(pipe")
     script = DIFFUSERS.format(snippet=snippet)
     result = ran(script, tmp_path, *TORCHRUN) if torchrun else ran(script, tmp_path, cold=False, ranks=2)
     assert result.returncode == 0, result.stderr
@@ -121,7 +124,7 @@ def test_the_table_is_what_its_command_prints() -> None:
     result = warm.run([sys.executable, str(ROOT / "recipes" / "compare.py")], timeout=240)
     assert result.returncode == 0, result.stderr
     printed = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
-    shown = {line.split(" | ")[0]: line.split(" | ") for line in README.splitlines() if line.startswith("| ")}
+    shown = {line.split(" | ")[0]: line.split(" | ") for line in SAMPLING.splitlines() if line.startswith("| ")}
     assert len(printed) > 10
     for name, theirs, ours in printed:
         assert name in shown

@@ -1,4 +1,4 @@
-"""The code of docs/sampling.md, and README's of pipelines, runs as it stands and gives one process's samples."""
+"""The code about pipelines runs as it stands, and gives one process's samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.docs.test_readme import README
+from tests.e2e.docs.test_readme import BLOCK, PIPELINE, snippet_of
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
 from tests.pipelines import table
 
 PAGE = (ROOT / "docs" / "sampling.md").read_text()
-FIRST, MANY, LOOP_BLOCK, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+FIRST, MANY, _, _, LOOP_BLOCK, *_ = BLOCK.findall(PAGE)
 PIPE = """
 import numpy as np, torch
 from diffusers import DiffusionPipeline
@@ -53,17 +53,39 @@ assert video is None or np.abs(video - expected).max() < 1e-4
 print("exact")
 dist.destroy_process_group()
 """
-SNIPPET = next(text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "parallelize_pipeline" in text)
-IN_README = f"""{PIPE}
-import torch.distributed as dist
 
-dist.init_process_group("gloo")
+
+def tiny(script: str, model: str, call: str) -> str:
+    """Return a page's script for a tiny pipeline: other weights, dtype and arguments of the call."""
+    script = script.replace(model, "my-pipeline").replace("dtype=torch.bfloat16", "dtype=torch.float32")
+    return re.sub(r"num_inference_steps=28|height=480, width=832, num_frames=81", call, script)
+
+
+FLUX = "height=48, width=32, num_inference_steps=2"
+IN_README = f"""
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+made = DiffusionPipeline.from_pretrained("my-pipeline")
 torch.manual_seed(5)
-pipe = DiffusionPipeline.from_pretrained("my-pipeline")
-{SNIPPET}
-assert np.abs(pipe(**arguments).frames[0] - expected).max() < 1e-4
+expected = np.asarray(made("a red fox", {FLUX}).images[0]).astype(int)
+{tiny(PIPELINE, "black-forest-labs/FLUX.1-dev", FLUX).replace('pipe("a red', 'torch.manual_seed(5); pipe("a red')}
+found = np.asarray(Image.open(f"fox_{{os.environ['RANK']}}.png")).astype(int)
+assert abs(found - expected).max() <= 1
 print("exact")
-dist.destroy_process_group()
+"""
+CLIP = "height=48, width=80, num_frames=5, num_inference_steps=2"
+START = f"""
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+
+made = DiffusionPipeline.from_pretrained("my-pipeline")
+expected = made("a red fox", generator=torch.Generator().manual_seed(0), {CLIP}).frames[0]
+{tiny(snippet_of("start_pipeline.md", "cfg=2"), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", CLIP)}
+assert np.abs(frames - expected).max() < 1e-4
+assert rank > 0 or os.path.exists("fox.mp4")
+print("exact")
 """
 LOOP = f"""
 import torch
@@ -91,27 +113,31 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as diffusers writes it."""
-    folder = tmp_path_factory.mktemp("pipeline") / "wan"
-    torch.manual_seed(0)
-    table("wan")["wan"].make().save_pretrained(folder)
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pipelines as diffusers writes them."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    for name in ("wan", "flux"):
+        torch.manual_seed(0)
+        table(name)[name].make().save_pretrained(folder / name)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks"),
+    ("script", "pipeline", "ranks"),
     [
-        pytest.param(CALLED, 4, marks=pytest.mark.full),
-        (IN_README, 2),
-        pytest.param(CALLED_OFTEN, 4, marks=pytest.mark.full),
-        pytest.param(LOOP, 4, marks=pytest.mark.full),
+        pytest.param(CALLED, "wan", 4, marks=pytest.mark.full),
+        (IN_README, "flux", 2),
+        pytest.param(START, "wan", 4, marks=pytest.mark.full),
+        pytest.param(CALLED_OFTEN, "wan", 4, marks=pytest.mark.full),
+        pytest.param(LOOP, "wan", 4, marks=pytest.mark.full),
     ],
-    ids=["sampling.md", "README", "many calls", "own loop"],
+    ids=["sampling.md", "README", "start", "many calls", "own loop"],
 )
-def test_code_of_the_docs_gives_one_processs_samples(script: str, ranks: int, pipeline: Path, tmp_path: Path) -> None:
+def test_code_of_the_docs_gives_one_processs_samples(
+    script: str, pipeline: str, ranks: int, pipelines: Path, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(script)
-    (tmp_path / "my-pipeline").symlink_to(pipeline)
+    (tmp_path / "my-pipeline").symlink_to(pipelines / pipeline)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = warm.run_ranks(ranks, [sys.executable, "script.py"], env=environment, cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -1,19 +1,23 @@
-"""The commands and scripts of docs/finetune_digits.md run unchanged, with few steps and a small base."""
+"""The commands and scripts for a model without a pipeline run unchanged, with few steps and a small base."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.e2e.docs.test_docs_pages import run, write_files
+from tests.e2e.docs.test_docs_pages import commands, run
 from tests.e2e.recipe import ROOT
 
-PAGE = (ROOT / "docs/finetune_digits.md").read_text()
-COMMANDS = [shlex.split(line) for line in re.findall(r"^python (.*)$", PAGE, re.MULTILINE)]
+PAGE = (ROOT / "docs/finetuning.md").read_text()
+PART = PAGE.partition("## A model without a pipeline\n")[2].partition("\n## ")[0]
+TRAIN, BEFORE, AFTER = commands(PART)
+LORA, LOOK = (shlex.split(line, comments=True) for line in re.findall(r"^python (.*)$", PART, re.MULTILINE))
+COMMANDS = [TRAIN, LORA, BEFORE, AFTER, LOOK]
 SMALL = {
     "recipes/train.py": ("max_steps=3", "model.transformer.num_layers=1", "sampling.num_samples=10"),
     "recipes/sample.py": ("num_samples=20", "num_inference_steps=2"),
@@ -22,7 +26,7 @@ SMALL = {
 
 @pytest.mark.full
 def test_the_page_runs(tmp_path: Path) -> None:
-    write_files("finetune_digits.md", tmp_path)
+    shutil.copytree(ROOT / "docs/finetune_digits", tmp_path, dirs_exist_ok=True)
     losses: dict[str, list[str]] = {}
     for script, *given in COMMANDS:
         if script in SMALL:

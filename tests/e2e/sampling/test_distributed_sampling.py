@@ -1,4 +1,4 @@
-"""docs/distributed_sampling.md: its scripts run unchanged, and their pictures are those of one process."""
+"""The scripts of docs/sampling.md run unchanged, and their pictures are those of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from PIL import Image
 from tests.e2e.recipe import ROOT
 from tests.harness import RankPool
 
-PAGE = (ROOT / "docs/distributed_sampling.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/sampling.md").read_text(encoding="utf-8")
 SCRIPTS = {text.splitlines()[0].lstrip("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 PROMPTS = ["a dog", "a cat", "a bird"]
@@ -67,13 +66,9 @@ def _save(rank: int, world: int, folder: Path) -> None:
 
 
 def _run(rank: int, world: int, folder: Path, name: str) -> None:
-    """Run a script of the page in one of its processes; of a script that spawns, call the spawned function."""
-    spawns = "spawn" in name
+    """Run a script of the page in one of its processes."""
     with _inside(folder):
-        space: dict[str, Any] = {"__name__": "spawned" if spawns else "__main__"}
-        exec(compile(SCRIPTS[name], name, "exec"), space)
-        if spawns:
-            space["sample"](rank, world)
+        exec(compile(SCRIPTS[name], name, "exec"), {"__name__": "__main__"})
 
 
 def _check(folder: Path, pictures: dict[str, str]) -> None:
@@ -91,11 +86,7 @@ def _check(folder: Path, pictures: dict[str, str]) -> None:
     [
         (2, "our_prompts.py", {f"ours_{i}.png": f"{i}" for i in range(3)}),
         pytest.param(3, "our_prompts.py", {f"ours_{i}.png": f"{i}" for i in range(3)}, marks=pytest.mark.full),
-        pytest.param(
-            3, "our_spawned_prompts.py", {f"spawned_{i}.png": f"{i}" for i in range(2)}, marks=pytest.mark.full
-        ),
         (2, "our_stages.py", {"our_stages.png": "tokens"}),
-        pytest.param(2, "our_tokens.py", {"our_tokens.png": "tokens"}, marks=pytest.mark.full),
     ],
 )
 def test_scripts_give_the_pictures_of_one_process(

@@ -12,7 +12,7 @@ from tests.unit.recipes.composed import composed
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"recipes/(train|sample)\.py ((?:[^\n`#<\[]|\[[^\]\n]*\])*)$", re.MULTILINE)
+COMMAND = re.compile(r"(?:recipes/|lightning-cp )(train|sample)(?:\.py)? ((?:[^\n`#<\[]|\[[^\]\n]*\])*)$", re.MULTILINE)
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
@@ -34,4 +34,4 @@ def test_settings_of_commands_exist(page: Path) -> None:
 
 
 def test_the_task_page_has_commands() -> None:
-    assert len(commands(ROOT / "docs" / "training.md")) >= 5
+    assert len(commands(ROOT / "docs" / "finetuning.md")) >= 10

@@ -1,4 +1,4 @@
-"""The example of docs/finetune_digits.md with a small model, in one process: family, data, and a LoRA that learns."""
+"""The example of docs/finetune_digits with a small model, in one process: family, data, and a LoRA that learns."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from lightning_cp.finetune.families import InputOptions, family_for, load_family
 from lightning_cp.objectives import objective_for
 from lightning_cp.recipes.digits.data import Digits, are_digits, load_scans
 from lightning_cp.recipes.digits.denoisers import CONDITIONING_FILE, WanDenoiser, save_conditioning
-from tests.e2e.docs.test_docs_pages import write_files
+from tests.e2e.recipe import ROOT
 
 SIZE = {"in_channels": 1, "out_channels": 1, "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2}
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Names of the page's script."""
+def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Names of the script."""
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    write_files("finetune_digits.md", tmp_path)
-    return runpy.run_path(str(tmp_path / "digits_lora.py"), run_name="digits_lora")
+    return runpy.run_path(str(ROOT / "docs/finetune_digits/digits_lora.py"), run_name="digits_lora")
 
 
 @pytest.fixture

@@ -1,28 +1,3 @@
-# Fine-tuning a model without a pipeline
-
-You can also fine-tune your own model that belongs to no diffusers pipeline. It needs a [family](families.md), which
-defines how its data become arguments of the transformer. In this example, a model that draws light digits on dark
-ground learns to draw dark digits on light ground, from 32 scans. All commands can be copied, and run on 2 CPU cores.
-
-| before | after |
-|---|---|
-| ![Samples of the base: light digits on dark, ten of each class](finetune_digits_before.png) | ![Samples with the LoRA: dark digits on light, ten of each class](finetune_digits_after.png) |
-
-## The base
-
-```bash
-python recipes/train.py experiment=pretrain_digits run_dir=digits
-```
-
-This trains a Wan transformer of 1.9 M parameters on 1,765 of scikit-learn's 1,797 scans. The other 32 are held out. The
-600 steps take 14 minutes of CPU time, on two ranks. A classifier of the real scans then recognises 100 of 100 samples.
-The run folder `digits` has the EMA weights in two parts: `transformer/`, which `WanTransformer3DModel.from_pretrained`
-loads, and `conditioning.safetensors` with the embeddings of the classes.
-
-## The family and the LoRA
-
-```python
-# digits_lora.py
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +5,23 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 from lightning.pytorch import Trainer
-from lightning_cp.recipes.digits.data import load_scans
+from safetensors.torch import load_file
+
 from lightning_cp.export import save_lora
-from lightning_cp.families import Components, Family, Grid, ObjectiveDefaults, TextStorage
-from lightning_cp.families import collate, family_for, register_family
+from lightning_cp.families import (
+    Components,
+    Family,
+    Grid,
+    ObjectiveDefaults,
+    TextStorage,
+    collate,
+    family_for,
+    register_family,
+)
 from lightning_cp.finetune import FineTuning, LoraSettings, add_lora
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelStrategy
-from safetensors.torch import load_file
+from lightning_cp.recipes.digits.data import load_scans
 
 
 @dataclass
@@ -130,67 +114,13 @@ if __name__ == "__main__":
     data = Handful(base, family)
     module = DigitLora(base.transformer, family, objective=objective, data=data, batch_size=16)
     strategy = ContextParallelStrategy(ring=ring)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    options = dict(strategy=strategy, max_steps=steps, gradient_clip_val=1.0)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    options = {"strategy": strategy, "max_steps": steps, "gradient_clip_val": 1.0}
     trainer = Trainer(accelerator="cpu", devices=ring, **options, **quiet)
     trainer.fit(module)
     save_lora(module.transformer, "digits-lora")
-```
-
-```bash
-python digits_lora.py digits 1 200
-```
-
-The three arguments are the run folder, the ring degree and the number of steps. The 200 steps take 75 s of CPU
-time. With ring degree 2, two ranks share the tokens of each digit, and print the same losses, up to rounding.
-
-- `DigitModel` takes the place of a pipeline: `encode_text` and `encode_media` get it as their argument `pipe`.
-- The captions are classes. Their embeddings are stored where other families store the output of a text encoder, and are
-  not trained.
-- `cond_dropout=0.1` trains 10 % of the samples without a class, because samples are drawn with guidance.
-- `add_lora` freezes the base and adapts the layers in `lora_targets`. `save_lora` writes a file that diffusers'
-  `transformer.load_lora_adapter` loads.
-- `load_family("digits", facts)` rebuilds the family in any process that has imported this file, for instance for a
-  [latent cache](precompute.md).
-
-## Before and after
-
-`recipes/sample.py` samples from a run of `recipes/train.py`, with or without a LoRA for its transformer:
-
-```bash
-python recipes/sample.py source=digits num_samples=100 run_dir=before
-python recipes/sample.py source=digits num_samples=100 run_dir=after lora=digits-lora
-```
-
-On several ranks, for instance with `strategy=cp ring=2`, the pictures are the same. The two pictures at the top of this
-page are `before/contact_sheet.png` and `after/contact_sheet.png`, made smaller. To check that the digits are still
-legible, a classifier of the real scans is applied to the pictures, and to the pictures with white and black exchanged:
-
-```python
-# look.py
-import sys
-from pathlib import Path
-
-import numpy as np
-import torch
-from lightning_cp.recipes.digits.recognise import recognise_digits
-from PIL import Image
-
-for folder in map(Path, sys.argv[1:]):
-    files = sorted((folder / "samples").glob("*.png"))
-    pictures = np.stack([np.asarray(Image.open(file).convert("L")) for file in files])
-    pixels = torch.from_numpy(pictures).float()[:, None, None] / 127.5 - 1
-    labels = torch.arange(len(files)) % 10
-    light = (pixels > 0).float().mean().item()
-    as_is, exchanged = (recognise_digits(x, labels).fraction for x in (pixels, -pixels))
-    print(f"{folder}: {light:.0%} of the pixels are light; recognised {as_is:.0%}, exchanged {exchanged:.0%}")
-```
-
-```bash
-python look.py before after
-```
-
-| | light pixels | recognised as drawn | recognised with white and black exchanged |
-|---|---|---|---|
-| before | 32 % | 100 of 100 | 10 |
-| after | 67 % | 10 | 98 of 100 |
