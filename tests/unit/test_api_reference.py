@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -45,13 +46,42 @@ def test_every_entry_exists() -> None:
         assert hasattr(import_module(module), name), entry
 
 
-@pytest.mark.full
-def test_the_reference_is_built_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site: `--strict` finds links to pages and headings that do not exist."""
     pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert built.returncode == 0, built.stdout + built.stderr
-    assert "Context parallelism for diffusion" in (tmp_path / "index.html").read_text(), "README is the home page"
-    page = (tmp_path / "api" / "index.html").read_text()
+    return folder
+
+
+@pytest.mark.full
+def test_the_reference_is_built_without_a_warning(site: Path) -> None:
+    assert "Context parallelism for diffusion" in (site / "index.html").read_text(), "README is the home page"
+    page = (site / "api" / "index.html").read_text()
     missing = [entry for entry in ENTRIES if f'id="{entry}"' not in page]
     assert not missing, f"without a docstring: {missing}"
+
+
+@pytest.mark.full
+def test_pages_load_nothing_from_another_host(site: Path) -> None:
+    loaded = re.compile(
+        r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*"
+        r"|<link\b(?![^>]*\brel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//[^>]*"
+        r"|(?:url\(|@import\s)[\"']?(?:https?:)?//[^)]*"
+    )
+    assert loaded.search('<link href="https://fonts.example/css" rel="stylesheet">')
+    pages = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
+    assert len(pages) > 24
+    found = {str(path.relative_to(site)): loaded.findall(path.read_text()) for path in pages}
+    assert not {name: urls for name, urls in found.items() if urls}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("word", "page"), [("ring", "training/"), ("LoRA", "finetuning/"), ("LoRA", "start_lora/")])
+def test_the_search_finds_a_word_in_the_title_where_it_is_explained(word: str, page: str, site: Path) -> None:
+    sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titles = [section["title"] for section in sections if section["location"].startswith(page)]
+    assert any(re.search(rf"\b{word}\b", title, re.IGNORECASE) for title in titles), titles
