@@ -89,7 +89,7 @@ def _are_two_integers(value: object) -> bool:
 
 
 # Peaks, memory and links are the vendors' (dense, without sparsity), links 80 % of them. Host times, `kernel_us` and
-# the shares are fitted to measurements of one rank on an H100 (docs/gpu.md), and assumed for the other GPUs.
+# the shares are fitted to measurements of one rank on an H100 (docs/measured.md), and assumed for the other GPUs.
 _PARTLY = "datasheet; host time, kernels and attention measured on one GPU"
 DEVICES = {
     "a100": Device("A100 80 GB", 312, 80, 1935, 240, 20, capability=(8, 0)),

@@ -1,4 +1,4 @@
-"""The measurements of one GPU by stage, as parameters of a test. docs/gpu.md says what each stage measures."""
+"""The measurements of one GPU by stage, as parameters of a test. conf/bench/bench/gpu.yaml has their sizes."""
 
 from __future__ import annotations
 
