@@ -1,4 +1,4 @@
-"""The model of docs/causal_video.md: rollouts, self-forcing and teacher forcing on several ranks as in one process."""
+"""The model of docs/sparse_and_causal.md: rollouts, self-forcing and teacher forcing on several ranks as in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VARIANTS = {
 
 def page(variant: str = "") -> dict[str, Any]:
     """The names in the page's first script. Args: variant: one of `_VARIANTS`."""
-    text = (ROOT / "docs/causal_video.md").read_text()
+    text = (ROOT / "docs/sparse_and_causal.md").read_text()
     (script,) = re.findall(r"```python\n# causal_video.py\n(.*?)```", text, re.DOTALL)
     script, count = re.subn(*_VARIANTS[variant], script)
     assert count
@@ -137,7 +137,7 @@ def test_wrong_caches_are_refused_on_every_rank(run_ranks: RankPool) -> None:
 
 @pytest.mark.full
 def test_the_script_prints_the_same_at_ring_1_and_3(tmp_path: Path) -> None:
-    write_files("causal_video.md", tmp_path)
+    write_files("sparse_and_causal.md", tmp_path)
     printed = [run(tmp_path, "train_causal.py", str(ring)) for ring in (1, 3)]
     numbers = [re.findall(r"(?:loss|clip) (\S+?),?\s", text) for text in printed]
     assert numbers[0] == numbers[1]

@@ -120,7 +120,7 @@ def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_script_with_a_sparse_mask_runs_on_two_ranks(tmp_path: Path) -> None:
-    write_files("sparse.md", tmp_path)
+    write_files("sparse_and_causal.md", tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "sparse_attention.py"]
     done = warm.run_ranks(2, command, env=environment, cwd=tmp_path, timeout=120)
@@ -131,13 +131,13 @@ def test_the_script_with_a_sparse_mask_runs_on_two_ranks(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_the_script_with_packed_samples_trains_on_two_ranks(tmp_path: Path) -> None:
-    write_files("sparse.md", tmp_path)
+    write_files("sparse_and_causal.md", tmp_path)
     printed = run(tmp_path, "train_packed.py")
     assert "Epoch 0" in printed
 
 
 def test_code_about_sparse_masks_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/sparse.md").read_text()
+    text = (ROOT / "docs/sparse_and_causal.md").read_text()
     blocks = re.findall(r"```python\n(?!# \S+\.py)(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 2
     for block in blocks:
