@@ -14,6 +14,7 @@ from lightning_cp.recipes.runs import precompute
 from lightning_cp.recipes.settings import finetune, mixture, table
 from lightning_cp.recipes.settings.table import Setting, SettingsError, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, rules_of
+from tests.unit.recipes import settings_page
 from tests.unit.recipes.composed import CONF
 
 # Any text, or checked together with other settings: test_settings.py, test_finetune_settings.py and their siblings.
@@ -92,3 +93,7 @@ def test_every_setting_has_a_rule() -> None:
     known = {rule.key for rule in settings()}
     assert keys() - known == set(CHECKED_ELSEWHERE.split())
     assert known - keys() == {"run_dir", "model.transformer.in_channels"}  # a field of Hydra's, and a reference
+
+
+def test_the_page_of_settings_is_true() -> None:
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), settings_page.__doc__
