@@ -39,8 +39,8 @@ _HEAD = """# Settings
 
 The settings of recipes, strategies and configs, with their defaults and the values that their rules accept; `null` is
 `None` in Python. An empty cell is a setting without a default, or without a rule of one value. `--help` of a command
-describes its settings, [api.md](api.md) the arguments in Python. An invalid value is one error before ranks start, which
-names the setting, its value and what is valid; so is a key that no file of a recipe has. The page is written by
+describes its settings, [api.md](api.md) the arguments in Python. An invalid value is one error before ranks start; it
+names the setting, its value and what is valid. So is a key that no file of a recipe has. The page is written by
 
     python -m tests.unit.recipes.settings_page
 
