@@ -1,4 +1,4 @@
-"""The model of docs/sparse_and_causal.md: rollouts, self-forcing, teacher forcing on several ranks as in one process."""
+"""docs/sparse_and_causal.md: rollouts, self-forcing and teacher forcing on several ranks, as in one process."""
 
 from __future__ import annotations
 
