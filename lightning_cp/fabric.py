@@ -33,7 +33,7 @@ class _FabricMixin(ContextParallelMixin):
 
     @staticmethod
     def _planner(example: Example) -> Any:
-        from lightning_cp.planning.example import plan_example  # it imports peft
+        from lightning_cp.planning.degrees import plan_example  # it imports peft
 
         return plan_example(example)
 

@@ -3,7 +3,7 @@
     lightning-cp plan model=flux_dev ranks=8 gpu=h100
     lightning-cp plan calibrate=true ranks=2
 
-Runs our own engine on tensors without storage, in one process without a GPU. Writes plan.json and plan.png to the run
+Runs our own engine on tensors without storage, in one process without a GPU. Writes plan.json to the run
 directory. docs/planning.md explains the table, and `--help` lists the settings. Exit code 1 if nothing fits. With
 `calibrate=true` it measures the rates of this machine instead, and writes them to device.yaml, for gpu=….
 """
@@ -28,7 +28,7 @@ from lightning_cp.recipes.terminal import print_error, printable, rich_text
 def run(config: DictConfig, folder: Path) -> int:
     """Plan, print the result and write its files. Returns: the exit code."""
     from lightning_cp.planning.search import search
-    from lightning_cp.recipes.planning.report import draw, notes, table, write_json
+    from lightning_cp.recipes.planning.report import notes, table, write_json
 
     warnings.filterwarnings("ignore")  # from other packages
     console = terminal.console(width=150)
@@ -43,8 +43,6 @@ def run(config: DictConfig, folder: Path) -> int:
         console.print(rich_text(line))
     try:
         write_json(found, folder / "plan.json")
-        if found.best is not None:
-            draw(found, folder / "plan.png", config.rows)
     except OSError as error:
         print_error(str(error))
         return 1
@@ -53,7 +51,7 @@ def run(config: DictConfig, folder: Path) -> int:
         return 1
     console.print(rich_text(found.reason))
     print(" ".join(found.request.overrides(found.best.layout)))
-    print(printable(f"{folder / 'plan.json'}, plan.png"))
+    print(printable(folder / "plan.json"))
     return 0
 
 

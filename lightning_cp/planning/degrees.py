@@ -1,14 +1,24 @@
-"""Choose the ring and Ulysses degrees of a training run; strategy and activation checkpointing are given."""
+"""Choose the degrees of a run: of a strategy from an example of its transformer's arguments, or of a training run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.nest import of_type
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import layouts
-from lightning_cp.planning.request import Request, closest
-from lightning_cp.planning.search import OF_EVERY_LAYOUT, ranked, search, why
+from lightning_cp.planning.models import PlannedModel
+from lightning_cp.planning.search import OF_EVERY_LAYOUT, Request, closest, ranked, search, why
+from lightning_cp.strategies.auto_degrees import Example
 
 
 @dataclass(frozen=True)
@@ -72,3 +82,81 @@ def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:
             "proposes them with figures that you give"
         )
     return replace(DEVICES[found], memory_gb=memory / GB, node_ranks=node_ranks)
+
+
+def plan_example(example: Example) -> Degrees:
+    """Choose the degrees of a strategy.
+
+    Raises: ValueError: there is a process group, or see `choose_degrees`.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process already has a process group, in which nothing can be dry-run: let the strategy connect the "
+            "ranks, or give the degrees by hand (ring=..., ulysses=...)"
+        )
+    fixed: dict[str, object] = {
+        "sharded": example.sharded,
+        "rotate_method": example.rotate_method,
+        "checkpointing": "none",  # its own is in the module
+    }
+    if example.data is not None:
+        fixed["data"] = example.data
+    device = device_of(example.gpu, example.node_ranks)
+    inputs = _by_name(example.transformer, example.arguments)
+    if not _samples(inputs):
+        raise ValueError("example_input_array must hold at least one sample, got a batch of 0")
+    dtype = example.dtype or _dtype_of(example.transformer)
+    model = planned(example.transformer, inputs)
+    request = Request(
+        model,
+        example.ranks,
+        device,
+        dtype=dtype,
+        autocast=example.autocast,
+        batch_size=_samples(inputs),
+        plan=example.plan,
+    )
+    return choose_degrees(lambda data: request, example.ranks, fixed)
+
+
+def planned(transformer: nn.Module, inputs: Mapping[str, Any], tokens: int | None = None) -> PlannedModel:
+    """Return a copy of a transformer without weights, to plan with these arguments."""
+    memo: dict[int, Any] = {
+        id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in transformer.parameters()
+    }
+    empty = copy.deepcopy(transformer, memo)
+    heads = getattr(getattr(transformer, "config", None), "num_attention_heads", None)
+    return PlannedModel(
+        type(transformer).__name__,
+        lambda: copy.deepcopy(empty),
+        inputs,
+        heads=heads if isinstance(heads, int) else None,
+        tokens=tokens,
+    )
+
+
+def _by_name(transformer: nn.Module, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a forward by name. Raises: ValueError: they are not those of this forward."""
+    values = (arguments,) if isinstance(arguments, Tensor) else arguments
+    try:
+        signature = inspect.signature(transformer.forward)
+        bound = signature.bind(**values) if isinstance(values, Mapping) else signature.bind(*values)
+    except TypeError as error:
+        raise ValueError(
+            f"example_input_array must hold the arguments of {type(transformer).__name__}.forward, as a tuple or a "
+            f"dict: {error}"
+        ) from None
+    return dict(bound.arguments)
+
+
+def _dtype_of(transformer: nn.Module) -> torch.dtype:
+    """Return the dtype of most weights."""
+    counts: Counter[torch.dtype] = Counter()
+    for x in transformer.parameters():
+        counts[x.dtype] += x.numel() if x.is_floating_point() else 0
+    return counts.most_common(1)[0][0]
+
+
+def _samples(inputs: Mapping[str, Any]) -> int:
+    first = next(of_type(Tensor, dict(inputs)), None)
+    return 1 if first is None or not first.dim() else len(first)

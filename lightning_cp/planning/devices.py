@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_cp.device_profile import DeviceProfile
@@ -137,8 +137,3 @@ def device_named(name: str, figures: Mapping[str, Any] | None = None) -> Device:
     if name in DEVICES:
         return replace(DEVICES[name], **({"source": "given", **figures} if figures else {}))
     return Device(**{"name": name, "source": "given", **figures})
-
-
-def as_figures(device: Device) -> dict[str, Any]:
-    """Return the attributes of a device, for a file."""
-    return {**asdict(device), "capability": list(device.capability)}

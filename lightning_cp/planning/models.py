@@ -148,8 +148,7 @@ def _empty(kind: str, dims: list[int]) -> Tensor:
 
 def of_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return inputs with floating-point tensors of a dtype, also those in lists and dicts."""
-    changed = replace(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, dict(inputs))
-    return {**changed}
+    return {**replace(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, dict(inputs))}
 
 
 Entries = Mapping[str, tuple[str, Mapping[str, Any]]]  # class and configuration of a pipeline's components, by name

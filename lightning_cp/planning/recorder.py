@@ -7,6 +7,7 @@ layouts wrongly.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,108 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.comm.transfer import Transfer
 from lightning_cp.compat.torch_names import (
     TorchDispatchMode,
+    address_of,
     is_fake,
     run_body,
     schema_of,
     tree_iter,
     without_dispatch_modes,
 )
-from lightning_cp.planning.memory import Span, StorageTracker
-from lightning_cp.planning.step import Compute, Event, Start, Wait
+from lightning_cp.planning.step import CATEGORIES, Compute, Event, Start, Wait
+
+Bytes = dict[str, int]  # by category
+
+
+@dataclass
+class Span:
+    """Memory between two marks of a step, relative to its begin.
+
+    Attributes: grown: at its end. peak: at the moment of its highest sum.
+    """
+
+    grown: Bytes = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    peak: Bytes = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+
+    def change(self, category: str, change: int) -> None:
+        """Allocate memory, or free it if `change` is negative."""
+        self.grown[category] += change
+        if change > 0 and sum(self.grown.values()) > sum(self.peak.values()):
+            self.peak = dict(self.grown)
+
+
+class StorageTracker:
+    """Follow the storages of tensors, with or without memory of their own.
+
+    Attributes:
+        span: what is counted now. Exchange it at a mark.
+        category: category of storages that are added without one.
+    """
+
+    def __init__(self) -> None:
+        self.span, self.category = Span(), "activations"
+        self._live: dict[int, tuple[weakref.ref[object], int, str]] = {}
+        self._watched: dict[int, tuple[int, ...]] = {}  # the first storage of a unit -> all its storages
+
+    def add(self, x: Tensor, category: str | None = None) -> None:
+        """Count the storage of a tensor, unless it is counted already, or on the meta device."""
+        if x.is_meta:
+            return
+        storage = x.untyped_storage()
+        key = address_of(storage)
+        if key in self._live:
+            return
+        size, category = storage.nbytes(), category or self.category
+        self._live[key] = weakref.ref(storage, lambda _: self._free(key)), size, category
+        self.span.change(category, size)
+
+    def move(self, x: Tensor, category: str) -> None:
+        """Count the storage of a tensor in another category from now on."""
+        key = address_of(x.untyped_storage())
+        if key not in self._live:
+            return self.add(x, category)
+        reference, size, before = self._live[key]
+        if before != category:
+            self.span.change(before, -size)
+            self.span.change(category, size)
+            self._live[key] = reference, size, category
+        return None
+
+    def watch(self, unit: Sequence[Tensor]) -> None:
+        """Follow later changes of the size of tensors' storages, which no operator makes. All change together."""
+        keys = tuple(address_of(x.untyped_storage()) for x in unit)
+        self._watched[keys[0]] = keys
+
+    def follow_resizes(self) -> None:
+        """Count the sizes that watched storages have now, those that shrank first."""
+        changes = []
+        for first, keys in self._watched.items():
+            if self._resized(first) is None:
+                continue
+            for key in keys:
+                now = self._resized(key)
+                if now is not None:
+                    reference, size, category = self._live[key]
+                    changes.append((now - size, category))
+                    self._live[key] = reference, now, category
+        for change, category in sorted(changes):
+            self.span.change(category, change)
+
+    def _resized(self, key: int) -> int | None:
+        """Return the size of a storage if it has changed."""
+        reference, size, _ = self._live[key]
+        storage: Any = reference()
+        now: int = size if storage is None else storage.nbytes()
+        return None if now == size else now
+
+    def reserve(self, category: str, size: int) -> None:
+        """Count memory that no tensor of the step has."""
+        self.span.change(category, size)
+
+    def _free(self, key: int) -> None:
+        _, size, category = self._live.pop(key)
+        self._watched.pop(key, None)
+        self.span.change(category, -size)
+
 
 WORLD, WEIGHTS = "world", "weights"  # links of all ranks, and of those that share the weights of a sample
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # indices of the two factors
@@ -113,11 +208,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if func.namespace == "fsdp":
             self._record_fsdp(func, given, result)
-        for x in tree_iter(result):
-            if isinstance(x, Tensor):
-                is_buffer = self._inside and x.element_size() == 1 and not x.dtype.is_floating_point and not given
-                self.tracker.add(x, "buffers" if is_buffer else None)
-        moved = moved_bytes(func, given, result)
+        results = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+        for x in results:
+            is_buffer = self._inside and x.element_size() == 1 and not x.dtype.is_floating_point and not given
+            self.tracker.add(x, "buffers" if is_buffer else None)
+        moved = 0 if is_view(func) else sum(x.numel() * x.element_size() for x in (*given, *results))
         if moved:
             segment.events.append(Compute(schema_of(func).name, flops_of(func, args, kwargs, result), moved))
 
@@ -182,7 +277,7 @@ def _changes_lists_in_place(func: Any) -> bool:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the operations of a call: a multiplication and an addition are two."""
+    """Return the operations of a call that is no view: a multiplication and an addition are two."""
     name = schema_of(func).name.partition("::")[2]
     if name in _PRODUCTS:
         a, b = (args[index] for index in _PRODUCTS[name])
@@ -199,8 +294,6 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         grad, x, weight = args[:3]
         outputs = x.numel() // x.shape[1] * weight.shape[0] if args[7] else grad.numel()
         return int(2 * prod(weight.shape[1:]) * outputs * sum(bool(x) for x in args[10][:2]))
-    if is_view(func):
-        return 0
     return max((x.numel() for x in tree_iter(result) if isinstance(x, Tensor)), default=0)
 
 
@@ -223,10 +316,3 @@ def is_view(func: Any) -> bool:
         return True
     aliases = [x.alias_info for x in schema.returns if x.alias_info is not None]
     return bool(aliases) and not any(x.is_write for x in aliases)
-
-
-def moved_bytes(func: Any, given: Sequence[Tensor], result: Any) -> int:
-    """Return the bytes of the inputs and the results of a call; 0 for a view."""
-    if is_view(func):
-        return 0
-    return sum(x.numel() * x.element_size() for x in (*given, *(x for x in tree_iter(result) if isinstance(x, Tensor))))

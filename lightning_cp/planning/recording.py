@@ -49,24 +49,17 @@ class Form:
         return nn.Parameter(storage.as_strided(self.shape, self.stride))
 
 
-@dataclass(frozen=True)
-class OptimizerStep:
-    """What an optimizer's step does. Attributes: state_bytes: memory of its state. segment: its events and memory."""
-
-    state_bytes: int
-    segment: Segment
-
-
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Make AdamW, with its default for the device: on a GPU it computes all weights at once."""
     return torch.optim.AdamW(parameters, foreach=device_type(parameters[0]) == "cuda")
 
 
 @lru_cache(maxsize=8)
-def optimizer_step(forms: tuple[Form, ...], *, kind: str, fake: bool) -> OptimizerStep:
+def optimizer_step(forms: tuple[Form, ...], *, kind: str, fake: bool) -> tuple[int, Segment]:
     """Record a step of AdamW on weights of these forms, in which gradients are freed.
 
     Args: kind: kind of the device. fake: the weights have no storage.
+    Returns: bytes of its state, and its events and changes of memory.
     """
     weights = [form.make() for form in forms]
     optimizer = adamw(weights)
@@ -84,20 +77,12 @@ def optimizer_step(forms: tuple[Form, ...], *, kind: str, fake: bool) -> Optimiz
         optimizer.zero_grad(set_to_none=True)
     recorder.mark("end")  # memory that is freed later does not count
     state_bytes = sum(x.untyped_storage().nbytes() for x in of_type(Tensor, optimizer.state))
-    return OptimizerStep(state_bytes, recorder.segments[-2])
+    return state_bytes, recorder.segments[-2]
 
 
 def _count(recorder: Recorder, value: object, category: str) -> None:
     for x in of_type(Tensor, value):
         recorder.tracker.add(x, category)
-
-
-def mean_square(output: Any, target: Tensor | None = None) -> Tensor:
-    """Return the mean squared error of a model's first output in float32. Args: target: like it; None: 0."""
-    first = next(of_type(Tensor, output))
-    if target is None or target.shape != first.shape:
-        target = torch.zeros(first.shape, device=first.device)
-    return (first.to(target.dtype) - target).square().mean()
 
 
 def training_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -106,19 +91,13 @@ def training_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     The first floating-point input holds the latents. As in `Objective.sample_losses`, every rank has the whole latents,
     noise, noisy latents and target in float32.
     """
-    target, inputs = None, dict(inputs)
-    for name, x in inputs.items():
-        if isinstance(x, Tensor) and x.is_floating_point():
-            noisy, target = _noised(x.float())
-            inputs[name] = noisy.to(x.dtype)
-            break
-    return mean_square(model(**inputs), target)
-
-
-def _noised(clean: Tensor) -> tuple[Tensor, Tensor]:
-    """Return noisy latents and the target of flow matching."""
+    name, clean = next(
+        (name, x.float()) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()
+    )
     noise = torch.randn_like(clean)
-    return clean + noise, noise - clean
+    output = next(of_type(Tensor, model(**{**inputs, name: (clean + noise).to(inputs[name].dtype)})))
+    target = noise - clean if clean.shape == output.shape else torch.zeros(output.shape, device=output.device)
+    return (output.float() - target).square().mean()
 
 
 @dataclass(frozen=True)
@@ -157,10 +136,11 @@ def record_step(
     """
     local = {x: local_weight(x) for x in dict.fromkeys(weights)}
     trained = [local[x] for x in weights if x.requires_grad and settings.task == "train"]
-    optimizer = None
+    state_bytes, of_optimizer = 0, []
     if trained:
         kind, fake = device_type(trained[0]), is_fake(trained[0])
-        optimizer = optimizer_step(tuple(map(Form.of, trained)), kind=kind, fake=fake)
+        state_bytes, segment = optimizer_step(tuple(map(Form.of, trained)), kind=kind, fake=fake)
+        of_optimizer = [segment]
     gc.collect()  # cycles with tensors would be freed in the middle of the step
     recorder = Recorder(links_of(groups))
     recorder.weights_link = WORLD if settings.task == "train" else WEIGHTS
@@ -168,8 +148,7 @@ def record_step(
         recorder.tracker.add(x, "weights")
     copies = (Counter(weights) - Counter(local.keys())).items()
     recorder.tracker.reserve("weights", sum(local[x].untyped_storage().nbytes() * count for x, count in copies))
-    if optimizer is not None:
-        recorder.tracker.reserve("optimizer", optimizer.state_bytes)
+    recorder.tracker.reserve("optimizer", state_bytes)
     for x in of_type(Tensor, inputs):
         recorder.tracker.add(x, "activations")
     buckets = GradientBuckets(recorder, trained, 1 if layout.sharded else layout.ranks)
@@ -184,7 +163,7 @@ def record_step(
         marks.remove()
     counts = {marks.name(block): count for block, count in repeats.items()}
     recorder.mark("end")
-    return composed(layout, [*recorder.segments, *([optimizer.segment] if optimizer else [])], counts)
+    return composed(layout, [*recorder.segments, *of_optimizer], counts)
 
 
 def _run(

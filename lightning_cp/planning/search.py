@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -12,15 +12,159 @@ import torch
 
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
+from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.pipelines.placement.sharding import layers_with_weights
-from lightning_cp.planning.devices import GB
+from lightning_cp.planning.devices import GB, Device
 from lightning_cp.planning.dry_run import ShortModels, UntraceableError, dry_run
-from lightning_cp.planning.layouts import LEVELS, described, layouts, problem_of, shard_ranks, simplicity
-from lightning_cp.planning.models import of_dtype
+from lightning_cp.planning.layouts import (
+    LEVELS,
+    Task,
+    check_fixed,
+    described,
+    layouts,
+    overrides_of,
+    problem_of,
+    shard_ranks,
+    simplicity,
+)
+from lightning_cp.planning.models import PlannedModel, of_dtype
 from lightning_cp.planning.recording import StepSettings
-from lightning_cp.planning.request import Choice, Excluded, Request, SearchResult, closest
 from lightning_cp.planning.step import Layout, Step
-from lightning_cp.planning.timeline import time_step
+from lightning_cp.planning.timeline import Times, time_step
+from lightning_cp.rules import MLP_TILES, Either, Integer, Number, OneOf, check_rules, ruled
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        model: the model, with the inputs of one rank's step.
+        ranks: number of ranks.
+        device: the device of each rank.
+        task: "train": the highest throughput. "sample": the shortest time of a sample.
+        memory_gb: memory of a rank, in 10^9 bytes; None: the device's.
+        reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers.
+        others: sampling: GB of the weights of the other components of the pipeline, by name.
+        uncounted: a line for each component that is in no number.
+        lora: adapters to train in place of the weights.
+        dtype: dtype of the weights.
+        autocast: see `StepSettings`.
+        batch_size: number of samples in `model.inputs`.
+        plan: a plan for the model; None: the registered one.
+        fixed: attributes of layouts that are set, for example {"ring": 2}; all others are searched.
+        mlp_tiles: see `engine.apply.parallelize`.
+    Raises: ValueError: an invalid value.
+    """
+
+    model: PlannedModel
+    ranks: int = field(metadata={"rule": Integer(1)})
+    device: Device
+    task: Task = ruled("train", OneOf(("train", "sample")))
+    memory_gb: float | None = ruled(None, Either(OneOf((None,)), Number(above=0)))
+    reserved_gb: float = ruled(2.0, Number(0))
+    others: Mapping[str, float] = field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
+    lora: LoraSettings | None = None
+    dtype: torch.dtype = torch.bfloat16
+    autocast: torch.dtype | None = None
+    batch_size: int = 1
+    plan: object = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    mlp_tiles: int | str | None = ruled(None, MLP_TILES)
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.lora is not None and self.task == "sample":
+            raise ValueError("lora.rank is for task=train: for sampling, leave it out")
+        check_fixed(self.fixed, self.task)
+        if self.mlp_tiles is not None and self.task == "sample":
+            raise ValueError(f"mlp_tiles={self.mlp_tiles} is for task=train: leave it out of task=sample")
+        if self.available <= 0:
+            others = "".join(f" + {name} {gb:.3g}" for name, gb in self.others.items())
+            needed = f"reserved_gb={self.reserved_gb}{others}"
+            raise ValueError(f"{needed} must be less than the memory of a rank, {self.memory} GB")
+
+    @property
+    def memory(self) -> float:
+        """Memory of a rank, in GB."""
+        return self.device.memory_gb if self.memory_gb is None else self.memory_gb
+
+    @property
+    def taken_gb(self) -> float:
+        """Memory of a rank that the step does not have, in GB."""
+        return self.reserved_gb + sum(self.others.values())
+
+    @property
+    def available(self) -> float:
+        """Bytes of a rank for the step."""
+        return (self.memory - self.taken_gb) * GB
+
+    def overrides(self, layout: Layout) -> list[str]:
+        """Return the settings of lightning-cp train or lightning-cp sample for a layout."""
+        tiles = [] if self.mlp_tiles is None else [f"mlp_tiles={self.mlp_tiles}"]
+        return [*overrides_of(layout, self.task, self.batch_size), *tiles]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits.
+
+    Attributes:
+        step: its dry run.
+        times: time of a training step, or of a forward in sampling.
+        sample_s: training: seconds of a step divided by the samples of all ranks. Sampling: seconds of one step of one
+            sample.
+    """
+
+    layout: Layout
+    step: Step
+    times: Times
+    sample_s: float
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A layout that is not used.
+
+    Attributes:
+        needs_bytes: memory, at least; 0: it was not excluded for its memory.
+        is_least: it was excluded without a dry run, and may need more.
+    """
+
+    layout: Layout
+    reason: str
+    needs_bytes: float = 0.0
+    is_least: bool = False
+
+
+def closest(excluded: Iterable[Excluded]) -> Excluded:
+    """Return the layout that was excluded for its memory and needs the least; there must be one."""
+    return min((x for x in excluded if x.needs_bytes), key=attrgetter("needs_bytes"))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        choices: layouts that fit. First those within 15 % of the fastest, the simplest one first; then the others.
+        equal: number of those first ones.
+        excluded: all other layouts.
+        reason: one line: why the first choice, or what is missing.
+    """
+
+    request: Request
+    choices: tuple[Choice, ...]
+    equal: int
+    excluded: tuple[Excluded, ...]
+    reason: str
+
+    @property
+    def best(self) -> Choice | None:
+        """The layout to use; None if nothing fits."""
+        return self.choices[0] if self.choices else None
+
 
 _LOG = logging.getLogger(__name__)
 OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
@@ -107,8 +251,8 @@ class _Search:
         except ValueError as error:
             self.excluded.append(Excluded(layout, " ".join(str(error).split())))
             return
-        if choice.peak_bytes > self.request.available:
-            self._too_large(layout, choice.peak_bytes)
+        if choice.step.peak_bytes > self.request.available:
+            self._too_large(layout, choice.step.peak_bytes)
         else:
             self.choices.append(choice)
 
@@ -118,10 +262,9 @@ class _Search:
         step = self._step(layout)
         times = time_step(step, request.device)
         samples = request.batch_size * (layout.data if request.task == "train" else 1)
-        seconds = times.seconds * request.forwards(layout) / samples
-        choice = Choice(layout, times, seconds, step.peak, step.flops, step.sent_bytes())
-        self._seen[layout] = choice
-        return choice
+        forwards = 2 if request.task == "sample" and request.model.guided and layout.cfg == 1 else 1
+        self._seen[layout] = Choice(layout, step, times, times.seconds * forwards / samples)
+        return self._seen[layout]
 
     def _step(self, layout: Layout) -> Step:
         """Dry-run a layout. In sampling, data and CFG ranks do the same on other samples and other branches."""
@@ -148,7 +291,7 @@ class _Search:
         """Return how much memory the layout lacks that needs the least, and what usually helps."""
         request, found = self.request, closest(self.excluded)
         least = "at least " if found.is_least else ""
-        missing = f"{least}{request.missing_gb(found):.3g} GB more than {request.memory:.4g} GB"
+        missing = f"{least}{(found.needs_bytes - request.available) / GB:.3g} GB more than {request.memory:.4g} GB"
         return f"nothing fits: {described(found.layout)} needs {missing}. {_ADVICE[request.task]}"
 
     def _too_large(self, layout: Layout, needed: float, *, is_least: bool = False) -> None:
@@ -166,8 +309,8 @@ class _Search:
         seen = self._seen.get(one)
         if seen is None or one == layout:
             return fixed
-        activations = seen.peak["activations"] / (layout.ring * layout.ulysses)
-        return max(fixed, seen.peak_bytes - seen.peak["activations"] + activations)
+        activations = seen.step.peak["activations"] / (layout.ring * layout.ulysses)
+        return max(fixed, seen.step.peak_bytes - seen.step.peak["activations"] + activations)
 
     def _is_slow(self, layout: Layout) -> str | None:
         """Return why a layout cannot be better than those that were dry-run; None if it can."""
@@ -211,7 +354,7 @@ def why(choices: Sequence[Choice], equal: int, request: Request) -> str:
     others = f"the simplest of {equal} within 15 % of the fastest" if equal > 1 else "the fastest by more than 15 %"
     if len(choices) == 1:
         others = "the only one that fits"
-    used = best.peak_bytes / GB + request.taken_gb
+    used = best.step.peak_bytes / GB + request.taken_gb
     return (
         f"{described(best.layout)}: {others}, bound by {bound} ({share:.0%} of the time), "
         f"{used:.1f} of {request.memory:g} GB"

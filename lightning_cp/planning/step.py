@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_cp.config import RotateMethod, default_grid
@@ -116,19 +117,10 @@ class Step:
     at: str = ""
 
     def events(self) -> Iterator[Event]:
-        """Yield all events; transfers of a repeated part are numbered anew in each repetition."""
-        offset = 0
+        """Yield all events; transfers are numbered anew in each part, and in each repetition of one."""
         for part in self.parts:
-            numbers = [event.number for event in part.events if isinstance(event, Start)]
             for _ in range(part.repeats):
-                for event in part.events:
-                    if isinstance(event, Start):
-                        yield replace(event, number=event.number + offset)
-                    elif isinstance(event, Wait) and event.number is not None:
-                        yield Wait(event.number + offset)
-                    else:
-                        yield event
-                offset += max(numbers, default=0)
+                yield from part.events
 
     @property
     def peak_bytes(self) -> int:
@@ -138,13 +130,12 @@ class Step:
     @property
     def flops(self) -> int:
         """Floating-point operations of this rank."""
-        return sum(x.flops * part.repeats for part in self.parts for x in part.events if isinstance(x, Compute))
+        return sum(x.flops for x in self.events() if isinstance(x, Compute))
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank sends, by link."""
-        sent: dict[str, int] = {}
-        for part in self.parts:
-            for event in part.events:
-                if isinstance(event, Start):
-                    sent[event.link] = sent.get(event.link, 0) + event.sent_bytes * part.repeats
-        return sent
+        sent: defaultdict[str, int] = defaultdict(int)
+        for event in self.events():
+            if isinstance(event, Start):
+                sent[event.link] += event.sent_bytes
+        return dict(sent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_cp.recipes.benchmarks.subject import (
     SINGLE_RANK,
     UNCHECKED,
 )
-from lightning_cp.recipes.planning.report import colours
 
 
 def draw_workload(rows: Sequence[Row], path: Path) -> None:
@@ -116,3 +115,12 @@ def _line_of(subject: str) -> str:
     if subject in (QUERIES_CALL, HEADS_CALL):
         return "--"
     return ":" if subject.startswith(("diffusers", "gathered")) else "-"
+
+
+def colours(names: Iterable[str]) -> dict[str, Any]:
+    """Return a different colour for each name (up to 20 names)."""
+    from matplotlib import colormaps
+
+    palette: Any = colormaps["tab20"]
+    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
+    return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}

@@ -1,1 +1,1 @@
-"""The recipe of the planner: its settings, its table and plot, and measurements of the best layouts."""
+"""The recipe of the planner: its settings, its table, and measurements of this machine's rates."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.comm.transfer import all_gather_tensor
 from lightning_cp.launch import Machine
-from lightning_cp.planning.devices import GB, MEASURED, Device, as_figures
+from lightning_cp.planning.devices import GB, MEASURED, Device
 from lightning_cp.planning.recorder import Recorder, Segment
 from lightning_cp.planning.recording import adamw
 from lightning_cp.planning.step import Compute
@@ -55,7 +56,7 @@ def calibrate(ranks: int, *, is_gpu: bool, folder: Path) -> Path:
 def measure_device(config: DictConfig) -> Iterator[dict[str, Any]]:
     """Measure on every rank at the same time, and yield the device."""
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    yield as_figures(measured_rates(device))
+    yield asdict(measured_rates(device))
 
 
 def measured_rates(device: torch.device) -> Device:

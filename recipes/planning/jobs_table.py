@@ -34,6 +34,6 @@ def _row(plan: dict[str, Any]) -> list[str]:
     if not plan["choices"]:
         return [*asked, "nothing fits", "", "", ""]
     best = plan["choices"][0]
-    memory = sum(best["peak_bytes"].values()) / 1e9 + plan["reserved_gb"]
+    memory = sum(best["peak_bytes"].values()) / 1e9 + plan["reserved_gb"] + sum(plan["others_gb"].values())
     choice = " ".join(x for x in plan["overrides"] if not x.endswith("=1") and not x.endswith("=none"))
     return [*asked, choice, f"{memory:.1f}", f"{1e3 * best['sample_s']:.3g}", best["bound"]]

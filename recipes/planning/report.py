@@ -1,10 +1,9 @@
-"""Show the result of a search: a table, plan.json and a plot."""
+"""Show the result of a search: a table, and plan.json."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from lightning_cp.checkpoint.folder import atomic_file
-from lightning_cp.files import writing_new
-from lightning_cp.planning.devices import GB, as_figures
+from lightning_cp.planning.devices import GB
 from lightning_cp.planning.layouts import described
-from lightning_cp.planning.request import Choice, SearchResult
-from lightning_cp.planning.step import CATEGORIES
+from lightning_cp.planning.search import Choice, SearchResult
 from lightning_cp.recipes.terminal import rich_text
 
 _UNITS = {"train": "ms / sample", "sample": "ms / sample and step"}
@@ -49,12 +46,12 @@ def table(result: SearchResult, rows: int) -> Table:
         shown.add_row(
             "→" if number == 0 else "=" if number < result.equal else "",
             described(choice.layout),
-            f"{choice.peak_bytes / GB + request.taken_gb:.1f}",
+            f"{choice.step.peak_bytes / GB + request.taken_gb:.1f}",
             f"{1e3 * choice.times.seconds:,.1f}",
             f"{1e3 * choice.sample_s:,.1f}",
             choice.times.bound,
             *shares,
-            f"{sum(choice.sent.values()) / GB:.2f}",
+            f"{sum(choice.step.sent_bytes().values()) / GB:.2f}",
         )
     return shown
 
@@ -97,7 +94,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "tokens": request.model.tokens,
         "others_gb": dict(request.others),
         "lora_rank": None if request.lora is None else request.lora.rank,
-        "device": as_figures(request.device),
+        "device": asdict(request.device),
         "calibrated": request.device.is_calibrated,
         "reason": result.reason,
         "overrides": None if result.best is None else request.overrides(result.best.layout),
@@ -118,9 +115,9 @@ def _choice(choice: Choice, result: SearchResult) -> dict[str, Any]:
         "sample_s": choice.sample_s,
         "bound": choice.times.bound,
         "seconds_by_bound": choice.times.by_bound,
-        "peak_bytes": choice.peak,
-        "flops": choice.flops,
-        "sent_bytes": choice.sent,
+        "peak_bytes": choice.step.peak,
+        "flops": choice.step.flops,
+        "sent_bytes": choice.step.sent_bytes(),
     }
 
 
@@ -128,41 +125,3 @@ def write_json(result: SearchResult, path: Path) -> None:
     """Write plan.json. Readers see the older file or the whole new one."""
     with atomic_file(path) as scratch:
         scratch.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
-
-
-def draw(result: SearchResult, path: Path, rows: int) -> None:
-    """Draw memory by category, and time by what bounds it, of the best layouts, as PNG."""
-    from matplotlib.figure import Figure
-
-    chosen = result.choices[:rows]
-    figure = Figure(figsize=(13, 1.6 + 0.4 * len(chosen)), layout="constrained")
-    axes: Any = figure.subplots(1, 2, sharey=True)
-    bounds = ("compute", "host", *dict.fromkeys(x for choice in chosen for x in choice.times.by_bound))
-    panels: tuple[tuple[tuple[str, ...], list[Any], float, str], ...] = (
-        (CATEGORIES, [x.peak for x in chosen], 1 / GB, "memory at the peak, GB a rank"),
-        (tuple(dict.fromkeys(bounds)), [x.times.by_bound for x in chosen], 1e3, "time of a step by its bound, ms"),
-    )
-    for axis, (names, values, factor, title) in zip(axes, panels, strict=True):
-        palette, left = colours(names), [0.0] * len(chosen)
-        for name in names:
-            widths = [factor * x.get(name, 0) for x in values]
-            axis.barh(range(len(chosen)), widths, left=left, color=palette[name], label=name)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axis.set_title(title, fontsize=9)
-        axis.legend(fontsize=8, frameon=False)
-        axis.grid(alpha=0.3, axis="x")
-        axis.set_axisbelow(True)
-    axes[0].axvline(result.request.available / GB, color="black", linewidth=0.8)
-    axes[0].set_yticks(range(len(chosen)), [described(x.layout) for x in chosen])
-    axes[0].invert_yaxis()
-    with writing_new(path):
-        figure.savefig(path, dpi=110)
-
-
-def colours(names: Iterable[str]) -> dict[str, Any]:
-    """Return a different colour for each name (up to 20 names)."""
-    from matplotlib import colormaps
-
-    palette: Any = colormaps["tab20"]
-    strong_first = [*range(0, 20, 2), *range(1, 20, 2)]
-    return {name: palette(strong_first[i % 20]) for i, name in enumerate(dict.fromkeys(names))}

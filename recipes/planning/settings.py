@@ -19,7 +19,7 @@ from lightning_cp.recipes.settings.table import SettingsError
 if TYPE_CHECKING:
     from lightning_cp.planning.devices import Device
     from lightning_cp.planning.models import Entries, MediaSize, PlannedModel
-    from lightning_cp.planning.request import Request
+    from lightning_cp.planning.search import Request
 
 _PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
 
@@ -32,7 +32,7 @@ def request_of(config: DictConfig) -> Request:
     from lightning_cp.pipelines.placement.sharding import is_vae
     from lightning_cp.planning.devices import GB
     from lightning_cp.planning.models import components_of, compression
-    from lightning_cp.planning.request import Request
+    from lightning_cp.planning.search import Request
 
     if OmegaConf.is_missing(config, "model"):
         raise SettingsError("model=<name> must be set, see --help")
@@ -45,7 +45,7 @@ def request_of(config: DictConfig) -> Request:
     if precision not in _PRECISIONS:
         raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
     dtype, autocast = _PRECISIONS[precision]
-    plan = None if config.plan is None else _load(f"{config.plan}:plan")
+    plan = None if config.plan is None else _load(config.plan, "plan")
     modules, uncounted = components_of(_components(config))
     vae = next((x for x in modules.values() if is_vae(x)), None)
     size = getattr(torch, dtype).itemsize
@@ -78,7 +78,7 @@ def model_of(config: DictConfig, compression: tuple[int, int] | None) -> Planned
     if name.endswith(".py"):
         if not path.is_file():
             raise SettingsError(f"model={name} does not exist: must be a Python file with model() and inputs()")
-        build, inputs = (_load(f"{name}:{key}") for key in ("model", "inputs"))
+        build, inputs = (_load(name, key) for key in ("model", "inputs"))
         return PlannedModel(path.stem, build, inputs(), guided=config.guidance is True)
     values: dict[str, Any] = {"class": name, "config": {}, "size": {}}
     if name in config.models:
@@ -210,8 +210,8 @@ def _this_device() -> str:
     return name_in_table(name) or name.lower().replace(" ", "")
 
 
-def _load(location: str) -> Any:
-    return load_target(location)
+def _load(file: str, name: str) -> Any:
+    return load_target(f"{file}:{name}")
 
 
 def _plain(value: Any) -> Any:

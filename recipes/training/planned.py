@@ -18,10 +18,9 @@ from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.load import meta_transformer
 from lightning_cp.finetune.side import freeze_base
 from lightning_cp.mesh.degrees import AUTO
-from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of
+from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of, planned
 from lightning_cp.planning.devices import GB
-from lightning_cp.planning.example import planned
-from lightning_cp.planning.request import Request
+from lightning_cp.planning.search import Request
 from lightning_cp.recipes.settings.components import components_of
 from lightning_cp.recipes.settings.finetune import is_finetuning, lora_settings
 from lightning_cp.recipes.settings.table import show

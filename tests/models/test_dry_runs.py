@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.nest import replace
+from lightning_cp.planning.degrees import planned
 from lightning_cp.planning.dry_run import dry_run
-from lightning_cp.planning.example import planned
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.step import Layout
 from tests.models import TINY

@@ -12,7 +12,7 @@ from lightning_cp.files import writing_new
 from lightning_cp.planning.devices import GB
 from lightning_cp.recipes.benchmarks.long_clips.activations import ActivationsRow
 from lightning_cp.recipes.benchmarks.long_clips.curve import TRAININGS, ClipRow
-from lightning_cp.recipes.planning.report import colours
+from lightning_cp.recipes.benchmarks.plots import colours
 
 
 def activations_table(rows: Sequence[ActivationsRow]) -> list[str]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp import fabric, pytorch
-from lightning_cp.planning import example
+from lightning_cp.planning import degrees as planning
 from lightning_cp.planning.degrees import device_of
 from tests.dist.lightning_ranks import fabric_of, trainer_of
 from tests.dist.module import Clips, TrainsWan
@@ -113,7 +113,7 @@ def _error(rank: int, world: int, case: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if case == "no memory":
             small = device_of(("NVIDIA H100 80GB HBM3", int(2.0001e9)), 2)
-            patch.setattr(example, "device_of", lambda *_: small)
+            patch.setattr(planning, "device_of", lambda *_: small)
         with pytest.raises(ValueError, match="found no degrees") as caught:
             fabric_of(rank, world, fabric.ContextParallelStrategy(degrees="auto", **settings))
     return str(caught.value)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_cp.planning import example
-from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of
-from lightning_cp.planning.example import plan_example, planned
-from lightning_cp.planning.request import Request
+from lightning_cp.planning.degrees import choose_degrees, device_of, plan_example, planned
+from lightning_cp.planning.search import Request
 from lightning_cp.strategies.auto_degrees import Example
 from tests.models.wan import wan
 
@@ -67,33 +63,6 @@ def test_a_gpu_is_found_by_the_name_that_cuda_reports() -> None:
     assert device_of(None, 3).kind == "cpu"
     with pytest.raises(ValueError, match="the figures of Tesla T4 are not known, only those of A100"):
         device_of(("Tesla T4", 1), 1)
-
-
-def test_equal_questions_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned_for: list[int] = []
-
-    def choose(request_of: Any, ranks: int, fixed: dict[str, object]) -> Degrees:
-        planned_for.append(ranks)
-        return Degrees(1, ranks, "")
-
-    monkeypatch.setattr(example, "choose_degrees", choose)
-    example._answer.cache_clear()
-
-    def ask(model: nn.Module, *, frames: int = 3, **changes: Any) -> Degrees:
-        asked = Example(model, wan(frames).arguments(), None, 2, 2, None, False, GPU, None, None)
-        return plan_example(replace(asked, **changes))
-
-    model = wan().build()
-    assert ask(model) == ask(wan().build()) == Degrees(1, 2, "")
-    assert planned_for == [2]
-    ask(model, frames=5)
-    ask(model, ranks=4)
-    ask(model, gpu=None)
-    ask(model, sharded=True)
-    ask(model, data=1)
-    ask(model.requires_grad_(False))
-    assert len(planned_for) == 7
-    example._answer.cache_clear()
 
 
 @pytest.mark.full

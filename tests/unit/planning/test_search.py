@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.planning.devices import DEVICES, Device, as_figures, device_named
+from lightning_cp.planning.devices import DEVICES, Device, device_named
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.layouts import layouts, problem_of
 from lightning_cp.planning.models import (
@@ -26,9 +26,8 @@ from lightning_cp.planning.models import (
     read_components,
 )
 from lightning_cp.planning.recording import StepSettings
-from lightning_cp.planning.request import Choice, Request, SearchResult
-from lightning_cp.planning.search import CLASS, ranked, search
-from lightning_cp.planning.step import Layout
+from lightning_cp.planning.search import CLASS, Choice, Request, SearchResult, ranked, search
+from lightning_cp.planning.step import Layout, Step
 from lightning_cp.planning.timeline import Times, time_step
 from lightning_cp.plans import REGISTERED
 from lightning_cp.plans.examples import EXAMPLES
@@ -46,7 +45,7 @@ def _model(**config: Any) -> PlannedModel:
 
 
 def _choice(layout: Layout, sample_s: float) -> Choice:
-    return Choice(layout, Times(sample_s, {"compute": sample_s}), sample_s, {"weights": 1}, 1, {})
+    return Choice(layout, Step(layout, (), {"weights": 1}), Times(sample_s, {"compute": sample_s}), sample_s)
 
 
 @cache
@@ -88,7 +87,7 @@ def test_dry_runs_are_shared_between_data_and_cfg_ranks(caplog: pytest.LogCaptur
     caplog.set_level("INFO")
     found = search(Request(_model(), 4, H100, task="sample", fixed={"ring": 2, "ulysses": 1, "sharded": False}))
     assert {(x.layout.data, x.layout.cfg) for x in found.choices} == {(2, 1), (1, 2)}
-    assert found.choices[0].peak == found.choices[1].peak
+    assert found.choices[0].step.peak == found.choices[1].step.peak
     assert caplog.messages == ["dry run of ring 2"]
 
 
@@ -178,10 +177,10 @@ def test_the_fastest_layout_is_that_of_an_exhaustive_search(task: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 0}, "ranks=0 must be an integer of at least 1"),
-        ({"memory_gb": 0}, "memory_gb=0 must be a number above 0"),
+        ({"ranks": 0}, "ranks=0 must be a whole number, at least 1"),
+        ({"memory_gb": 0}, "memory_gb=0 must be None or a number more than 0"),
         ({"memory_gb": 1, "reserved_gb": 2}, "reserved_gb=2 must be less than the memory of a rank, 1 GB"),
-        ({"task": "fly"}, "task='fly' must be train or sample"),
+        ({"task": "fly"}, "task='fly' must be one of train, sample"),
         ({"fixed": {"patches": 2}}, "fixed.patches cannot be planned: use one of data, cfg"),
         ({"others": {"vae": 99}}, r"reserved_gb=2.0 \+ vae 99 must be less than the memory of a rank"),
     ],
@@ -247,7 +246,7 @@ def test_devices_are_named_changed_and_given() -> None:
     assert device_named("h100", {"tflops": 500, "call_us": None}).tflops == 500
     assert not device_named("h100").is_calibrated
     for device in DEVICES.values():
-        assert Device(**as_figures(device)) == device
+        assert Device(**asdict(device)) == device
     figures = {"tflops": 1, "memory_gb": 2, "memory_gbs": 3, "link_gbs": 4, "network_gbs": 5}
     assert device_named("mine", figures).memory_gb == 2
     with pytest.raises(ValueError, match=r"gpu=mine is not in the table .* has no network_gbs.*calibrate=true"):

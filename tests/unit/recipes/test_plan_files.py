@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from lightning_cp.planning import search
-from lightning_cp.planning.devices import DEVICES, as_figures
+from lightning_cp.planning.devices import DEVICES
 from lightning_cp.recipes import plan as command
 from lightning_cp.recipes.planning import report, settings
 from lightning_cp.recipes.planning.settings import device_of
@@ -56,7 +56,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
 
 def test_a_file_of_before_is_not_calibrated(tmp_path: Path) -> None:
     """The file of a calibration that did not measure every rate."""
-    figures = as_figures(replace(DEVICES["cpu"], source="measured"))
+    figures = asdict(replace(DEVICES["cpu"], source="measured"))
     for missing in ("", "shards_share"):
         file = tmp_path / f"device{missing}.yaml"
         file.write_text(yaml.safe_dump({name: x for name, x in figures.items() if name != missing}))
@@ -83,22 +83,16 @@ def test_a_pipeline_with_a_time_per_token_is_known_by_its_index(tmp_path: Path) 
     assert settings._read_folder(tmp_path)["time_per_token"]
 
 
-@pytest.mark.parametrize("written", ["write_json", "draw"])
 def test_a_full_disk_is_one_line_after_the_table(
-    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found: Any = mock.Mock()
     monkeypatch.setattr(search, "search", lambda request: found)
     monkeypatch.setattr(command, "request_of", mock.Mock())
-    shown = {
-        "table": lambda *_: "the table",
-        "notes": lambda _: ["a note"],
-        "write_json": mock.Mock(),
-        "draw": mock.Mock(),
-    }
+    full = mock.Mock(side_effect=OSError("plan could not be written: No space left"))
+    shown = {"table": lambda *_: "the table", "notes": lambda _: ["a note"], "write_json": full}
     for name, function in shown.items():
         monkeypatch.setattr(report, name, function)
-    monkeypatch.setattr(report, written, mock.Mock(side_effect=OSError("plan could not be written: No space left")))
     assert command.run(OmegaConf.create({"rows": 3}), tmp_path) == 1
     printed = capsys.readouterr()
     assert "the table" in printed.out

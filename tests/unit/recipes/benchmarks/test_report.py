@@ -10,10 +10,9 @@ import pytest
 from lightning_cp.recipes.benchmarks import data, modes, sparse
 from lightning_cp.recipes.benchmarks.links import check_links
 from lightning_cp.recipes.benchmarks.measure import Figures
-from lightning_cp.recipes.benchmarks.plots import draw_workload
+from lightning_cp.recipes.benchmarks.plots import colours, draw_workload
 from lightning_cp.recipes.benchmarks.report import cells_of, count_ranks, markdown_page, rows_of, write_csv
 from lightning_cp.recipes.benchmarks.subject import ONE_THREAD, UNCHECKED, Subject
-from lightning_cp.recipes.planning.report import colours
 
 FOUND = {
     ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
