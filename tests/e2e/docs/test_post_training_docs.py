@@ -1,4 +1,4 @@
-"""The scripts of post_training.md run and reach their aim, at every degree, and memory is counted."""
+"""The scripts of docs/post_training run and reach their aim, at every degree, and memory is counted."""
 
 from __future__ import annotations
 
