@@ -19,7 +19,6 @@ _COLUMNS = (
     "batch",
     "capture bf16",
     "oracle bf16",
-    "batch bf16",
     "ranks",
 )
 
@@ -34,15 +33,14 @@ def record(family: str, pipeline: str, case: str, column: str, error: float) -> 
 
 
 def table(rows: list[dict[str, str | float]]) -> str:
-    """Return the table in Markdown: a line per family, with the largest error over its variants."""
-    families = sorted({(str(row["family"]), str(row["pipeline"])) for row in rows})
-    lines = [f"| family | pipeline | variants | {' | '.join(_COLUMNS)} |", f"|---|---|{'---|' * (len(_COLUMNS) + 1)}"]
-    for family, pipeline in families:
-        mine = [row for row in rows if row["family"] == family]
-        variants = ", ".join(sorted({str(row["case"]) for row in mine}))
-        errors = {column: [float(row["error"]) for row in mine if row["column"] == column] for column in _COLUMNS}
-        shown = [f"{max(found):.0e}" if found else "–" for found in errors.values()]
-        lines.append(f"| {family} | {pipeline} | {variants} | {' | '.join(shown)} |")
+    """Return the table in Markdown: a line per pipeline, with the largest error over its variants."""
+    pipelines = sorted({str(row["pipeline"]) for row in rows})
+    lines = [f"| pipeline | {' | '.join(_COLUMNS)} |", f"|---|{'---|' * len(_COLUMNS)}"]
+    for pipeline in pipelines:
+        mine = [row for row in rows if row["pipeline"] == pipeline]
+        errors = [[float(row["error"]) for row in mine if row["column"] == column] for column in _COLUMNS]
+        shown = [f"{max(found):.0e}" if found else "–" for found in errors]
+        lines.append(f"| {pipeline} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
