@@ -18,11 +18,10 @@ _COLUMNS = {
 }
 _HEAD = """# Models
 
-The table lists every class of diffusers 0.42.1 that has a plan, with the largest error of any output and of any
-parameter's gradient, compared with one process and relative to the largest value, in float64. Each class is tested with
-the tiny models in the last column, at the numbers of ranks in the heading of each column. They have batch size 2, an
-odd number of tokens, and real padding if the class takes a mask. Where diffusers casts to float32, the tests cast to
-float64 instead. For your own model, write a plan as in [plans.md](plans.md).
+Every class of diffusers 0.42.1 with a plan, and the largest error of any output and any parameter's gradient, compared
+with one process, relative to the largest value, in float64. Each is a tiny model of `tests/models` with batch size 2, an
+odd number of tokens, and padding if it takes a mask, at the numbers of ranks in the heading. For another model, [write a
+plan](plans.md).
 
 The table is written by
 
@@ -53,12 +52,11 @@ def write_table(file: Path, measured: Sequence[Measured]) -> None:
         for column, modes in _COLUMNS.items()
     }
     heads = [f"{column}, {'/'.join(map(str, worlds[column])) or '-'}" for column in _COLUMNS]
-    lines = [_HEAD, f"| class | {' | '.join(heads)} | tried as |", "|---" * (len(heads) + 2) + "|"]
+    lines = [_HEAD, f"| class | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for kind in sorted(REGISTERED):
         rows = [x for x in measured if x.kind == kind]
         cells = [_worst([x for x in rows if x.mode in modes]) for modes in _COLUMNS.values()]
-        names = ", ".join(dict.fromkeys(x.name for x in rows))
-        lines.append(f"| {kind} | {' | '.join(cells)} | {names} |")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines += not_supported()
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -66,15 +64,15 @@ def write_table(file: Path, measured: Sequence[Measured]) -> None:
 def not_supported() -> list[str]:
     """The lines of the page about what is not supported, which are not measured."""
     lines = ["", "## Not supported", "", "These arguments of classes with a plan raise an error that names them:", ""]
-    lines += ["| class | argument | why |", "|---|---|---|"]
     for kind, plan in sorted(REGISTERED.items()):
-        lines += [f"| {kind} | `{name}` | {why} |" for name, why in plan.refused.items()]
-        lines += [f"| {kind} | `{name}` with {_BY_CALL} | {why} |" for name, why in plan.keeps_keys.items()]
-        lines += [f"| {kind} | attention backend `{name}` | {why} |" for name, why in plan.refused_backends.items()]
+        refused = {f"`{name}`": why for name, why in plan.refused.items()}
+        refused |= {f"`{name}`": f"with {_BY_CALL}, {why}" for name, why in plan.keeps_keys.items()}
+        refused |= {f"attention backend `{name}`": why for name, why in plan.refused_backends.items()}
+        for why in dict.fromkeys(refused.values()):
+            lines.append(f"- {kind}, {', '.join(name for name, x in refused.items() if x == why)}: {why}.")
     lines += ["", "These classes cannot have a plan. Data parallelism works with them.", ""]
-    lines += ["| class | why |", "|---|---|"]
-    lines += [f"| {name} | {why} |" for name, why in sorted(REFUSED.items())]
-    lines += [f"| all of `{prefix.rstrip('.')}` | {why} |" for prefix, why in REFUSED_MODULES.items()]
+    lines += [f"- {name}: {why}." for name, why in sorted(REFUSED.items())]
+    lines += [f"- all of `{prefix.rstrip('.')}`: {why}." for prefix, why in REFUSED_MODULES.items()]
     return lines
 
 
