@@ -42,7 +42,7 @@ def run(config: DictConfig, folder: Path) -> int:
     for line in notes(found):
         console.print(rich_text(line))
     try:
-        write_json(found, folder / "plan.json")
+        write_json(found, folder / "plan.json", lora_rank=config.lora.rank)
     except OSError as error:
         print_error(str(error))
         return 1

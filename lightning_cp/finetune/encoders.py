@@ -17,8 +17,9 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.modular import class_with_call, is_modular
-from lightning_cp.finetune.pipeline import build_component, load_pipeline
+from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.pipeline_folder import find_pipeline, plain_index
+from lightning_cp.pipelines.components import build_component
 
 _SETTING = "model.pretrained"  # holds the source
 _CODE = "contains Python code, which is not run: use a pipeline with classes from diffusers and transformers only"

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_cp.files import read_json
@@ -63,29 +62,6 @@ def load_pipeline(
         ) from error
     _check_quantised(where, {name: x for name, x in pipe.components.items() if name not in components})
     return pipe
-
-
-def build_component(class_name: str, config: Mapping[str, Any], library: str = "") -> nn.Module | None:
-    """Build a component on the meta device; None if its class has no weights. Raises: ValueError: unknown class.
-
-    Args: library: as in the pipeline's index; a few classes are in the module of one pipeline of diffusers only.
-    """
-    import diffusers
-    import transformers
-
-    homes = (diffusers, transformers, getattr(diffusers.pipelines, library, None))
-    kind: Any = next((found for home in homes if (found := getattr(home, class_name, None)) is not None), None)
-    if not isinstance(kind, type):
-        raise ValueError("neither diffusers nor transformers has this class")
-    if not issubclass(kind, nn.Module):
-        return None
-    named: Any = kind
-    with torch.device("meta"):
-        if issubclass(kind, diffusers.ModelMixin):
-            module: nn.Module = named.from_config({key: x for key, x in config.items() if not key.startswith("_")})
-        else:
-            module = named(named.config_class.from_dict(dict(config)))
-    return module.eval()
 
 
 def quantised_error(where: str, names: Sequence[str], reason: object) -> ValueError:

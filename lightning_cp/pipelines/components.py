@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.engine.apply import installed_on, no_plan_message
@@ -109,3 +110,26 @@ def _dropouts(guider: Any) -> list[float]:
     values = vars(guider).values() if hasattr(guider, "prepare_models") else ()
     configs = [config for value in values if isinstance(value, list) for config in value]
     return [config.dropout for config in configs if hasattr(config, "skip_attention_scores")]
+
+
+def build_component(class_name: str, config: Mapping[str, Any], library: str = "") -> nn.Module | None:
+    """Build a component on the meta device; None if its class has no weights. Raises: ValueError: unknown class.
+
+    Args: library: as in the pipeline's index; a few classes are in the module of one pipeline of diffusers only.
+    """
+    import diffusers
+    import transformers
+
+    homes = (diffusers, transformers, getattr(diffusers.pipelines, library, None))
+    kind: Any = next((found for home in homes if (found := getattr(home, class_name, None)) is not None), None)
+    if not isinstance(kind, type):
+        raise ValueError("neither diffusers nor transformers has this class")
+    if not issubclass(kind, nn.Module):
+        return None
+    named: Any = kind
+    with torch.device("meta"):
+        if issubclass(kind, diffusers.ModelMixin):
+            module: nn.Module = named.from_config({key: x for key, x in config.items() if not key.startswith("_")})
+        else:
+            module = named(named.config_class.from_dict(dict(config)))
+    return module.eval()

@@ -25,8 +25,6 @@ from lightning_cp.device_profile import CPU, DeviceProfile, assuming
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.recompute import checkpoint_blocks
-from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.nest import of_type, replace
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
@@ -128,7 +126,7 @@ def dry_run(
     rank: int = 0,
     device: DeviceProfile = CPU,
     dtype: torch.dtype = torch.bfloat16,
-    lora: LoraSettings | None = None,
+    adapt: Callable[[nn.Module], object] | None = None,
     plan: object = None,
     kernel: str = "auto",
     mlp_tiles: int | str | None = None,
@@ -147,7 +145,7 @@ def dry_run(
         rank: the rank that is traced.
         device: the device to plan for.
         dtype: dtype of the weights.
-        lora: adapters to train in place of the weights.
+        adapt: freezes weights of the model and adds what is trained instead, such as a LoRA; None: all are trained.
         plan, kernel, mlp_tiles: see `engine.apply.parallelize`.
         every_block: True: trace each block. False: of a row of equal ones the first, the last, and one for all others,
             unless the forward fails without the others, for example because it counts its blocks.
@@ -168,7 +166,7 @@ def dry_run(
         engine: dict[str, Any] = {"kernel": kernel, "check_peers": "off", "groups": groups}
         try:
             if margin not in short_models:
-                whole = _on_meta(build, dtype, lora, trains=settings.task == "train")
+                whole = _on_meta(build, dtype, adapt, trains=settings.task == "train")
                 short_models[margin] = whole, _shortened(whole, margin, config, plan, engine)
             model, blocks = copy.deepcopy(short_models[margin])
             is_short = any(count > 1 for count in blocks.repeats.values())
@@ -196,7 +194,7 @@ def dry_run(
                 raise kind(text) from error
         finally:
             BUFFERS.forget()
-    same: Any = {"rank": rank, "device": device, "dtype": dtype, "lora": lora, "plan": plan, "kernel": kernel}
+    same: Any = {"rank": rank, "device": device, "dtype": dtype, "adapt": adapt, "plan": plan, "kernel": kernel}
     return dry_run(build, inputs, layout, settings, mlp_tiles=mlp_tiles, every_block=True, **same)
 
 
@@ -221,7 +219,7 @@ def _where(error: Exception) -> str:
 
 
 def _on_meta(
-    build: Callable[[], nn.Module], dtype: torch.dtype, lora: LoraSettings | None, *, trains: bool
+    build: Callable[[], nn.Module], dtype: torch.dtype, adapt: Callable[[nn.Module], object] | None, *, trains: bool
 ) -> nn.Module:
     """Build the model, with its adapters."""
     with torch.device("meta"):
@@ -230,8 +228,8 @@ def _on_meta(
     if not trains:
         return model.eval()  # type: ignore[no-any-return]
     model.train()
-    if lora is not None:
-        add_lora(model, lora)
+    if adapt is not None:
+        adapt(model)
     return model  # type: ignore[no-any-return]
 
 

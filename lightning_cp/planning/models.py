@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.files import read_json
-from lightning_cp.finetune.pipeline import build_component
 from lightning_cp.nest import replace
 from lightning_cp.pipeline_folder import read_index
+from lightning_cp.pipelines.components import build_component
 from lightning_cp.planning.dry_run import is_ours
 from lightning_cp.plans import registered_plan
 from lightning_cp.plans.example_inputs import ExampleInputs

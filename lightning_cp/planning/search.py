@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_cp.engine.apply import NoPlanError
-from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.pipelines.placement.sharding import layers_with_weights
 from lightning_cp.planning.devices import GB, Device
 from lightning_cp.planning.dry_run import ShortModels, UntraceableError, dry_run
@@ -47,7 +46,7 @@ class Request:
         reserved_gb: memory of a rank that is not in the dry run: CUDA's context, NCCL's buffers.
         others: sampling: GB of the weights of the other components of the pipeline, by name.
         uncounted: a line for each component that is in no number.
-        lora: adapters to train in place of the weights.
+        adapt: see `dry_run`.
         dtype: dtype of the weights.
         autocast: see `StepSettings`.
         batch_size: number of samples in `model.inputs`.
@@ -65,7 +64,7 @@ class Request:
     reserved_gb: float = ruled(2.0, Number(0))
     others: Mapping[str, float] = field(default_factory=dict)
     uncounted: tuple[str, ...] = ()
-    lora: LoraSettings | None = None
+    adapt: Callable[[nn.Module], object] | None = None
     dtype: torch.dtype = torch.bfloat16
     autocast: torch.dtype | None = None
     batch_size: int = 1
@@ -75,7 +74,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_rules(self)
-        if self.lora is not None and self.task == "sample":
+        if self.adapt is not None and self.task == "sample":
             raise ValueError("lora.rank is for task=train: for sampling, leave it out")
         check_fixed(self.fixed, self.task)
         if self.mlp_tiles is not None and self.task == "sample":
@@ -214,8 +213,8 @@ class _Search:
         self._short_models: ShortModels = {}
         with torch.device("meta"):
             model: Any = self.request.model.build()
-        if self.request.lora is not None:
-            add_lora(model, self.request.lora)
+        if self.request.adapt is not None:
+            self.request.adapt(model)
         can_checkpoint = getattr(model, "_supports_gradient_checkpointing", True)  # diffusers raises a ValueError
         self.can_checkpoint = hasattr(model, "enable_gradient_checkpointing") and can_checkpoint
         elements = [(x.numel(), x.requires_grad) for x in model.parameters()]
@@ -280,7 +279,7 @@ class _Search:
                 StepSettings(request.task, request.autocast),
                 device=request.device.profile(),
                 dtype=request.dtype,
-                lora=request.lora,
+                adapt=request.adapt,
                 plan=request.plan,
                 mlp_tiles=request.mlp_tiles,
                 short_models=self._short_models,

@@ -82,7 +82,7 @@ def _kind(reason: str) -> str:
     return "not enough memory" if reason.startswith("needs ") and " GB of " in reason else reason
 
 
-def as_json(result: SearchResult) -> dict[str, Any]:
+def as_json(result: SearchResult, *, lora_rank: int | None = None) -> dict[str, Any]:
     """Return a result as values for JSON."""
     request = result.request
     return {
@@ -93,7 +93,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "reserved_gb": request.reserved_gb,
         "tokens": request.model.tokens,
         "others_gb": dict(request.others),
-        "lora_rank": None if request.lora is None else request.lora.rank,
+        "lora_rank": lora_rank,
         "device": asdict(request.device),
         "calibrated": request.device.is_calibrated,
         "reason": result.reason,
@@ -121,7 +121,7 @@ def _choice(choice: Choice, result: SearchResult) -> dict[str, Any]:
     }
 
 
-def write_json(result: SearchResult, path: Path) -> None:
+def write_json(result: SearchResult, path: Path, *, lora_rank: int | None) -> None:
     """Write plan.json. Readers see the older file or the whole new one."""
     with atomic_file(path) as scratch:
-        scratch.write_text(json.dumps(as_json(result), indent=1) + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(as_json(result, lora_rank=lora_rank), indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def request_of(config: DictConfig) -> Request:
     """Return what the settings ask for. Raises: ValueError: a setting is invalid, or contradicts another one."""
     import torch
 
+    from lightning_cp.finetune.adapters.lora import add_lora
     from lightning_cp.finetune.adapters.lora_settings import LoraSettings
     from lightning_cp.pipelines.placement.sharding import is_vae
     from lightning_cp.planning.devices import GB
@@ -60,7 +62,7 @@ def request_of(config: DictConfig) -> Request:
         reserved_gb=config.reserved_gb,
         others=weights if counts else {},
         uncounted=tuple(uncounted if counts else modules),
-        lora=None if config.lora.rank is None else LoraSettings(rank=config.lora.rank),
+        adapt=None if config.lora.rank is None else partial(add_lora, settings=LoraSettings(rank=config.lora.rank)),
         dtype=getattr(torch, dtype),
         autocast=None if autocast is None else getattr(torch, autocast),
         batch_size=config.batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def plan_training(config: DictConfig, ranks: int, *, node_ranks: int, gpu: tuple
             ranks,
             device,
             reserved_gb=reserved,
-            lora=lora,
+            adapt=None if lora is None else partial(add_lora, settings=lora),
             dtype=DTYPE_OF.get(precision, next(transformer.parameters()).dtype),
             autocast=AUTOCAST_OF.get(precision),
             batch_size=samples,

@@ -19,9 +19,9 @@ _COLUMNS = {
 _HEAD = """# Models
 
 Every class of diffusers 0.42.1 with a plan, and the largest error of any output and any parameter's gradient, compared
-with one process, relative to the largest value, in float64. Each is a tiny model of `tests/models` with batch size 2, an
-odd number of tokens, and padding if it takes a mask, at the numbers of ranks in the heading. For another model, [write a
-plan](plans.md).
+with one process, relative to the largest value, in float64. Each is a tiny model of `tests/models` with batch size 2,
+an odd number of tokens, and padding if it takes a mask, at the numbers of ranks in the heading. For another model,
+[write a plan](plans.md).
 
 The table is written by
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.planning.devices import DEVICES
 from lightning_cp.planning.dry_run import dry_run
@@ -35,7 +37,7 @@ def run_wan(config: Mapping[str, Any], size: MediaSize, layout: Layout, *, lora_
         of_dtype(model.inputs, torch.bfloat16),
         layout,
         device=DEVICES["h100"].profile(),
-        lora=None if lora_rank is None else LoraSettings(rank=lora_rank),
+        adapt=None if lora_rank is None else partial(add_lora, settings=LoraSettings(rank=lora_rank)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_dry_run_equals_a_step(run_ranks: RankPool, name: str, layout_name: st
                 StepSettings(task),  # type: ignore[arg-type]
                 rank=rank,
                 dtype=torch.float32,
-                lora=_LORA if lora else None,
+                adapt=partial(add_lora, settings=_LORA) if lora else None,
                 every_block=every_block,
             )
             starts = [x for x in dry.events() if isinstance(x, Start) and x.link not in ("world", "weights")]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.engine.apply import NoPlanError
+from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, adamw, training_loss
@@ -271,6 +272,6 @@ def test_large_models_are_traced_within_20_seconds(model: str, lora: LoraSetting
             "timestep": _meta(1, dtype=torch.int64),
         }
     started = time.process_time()
-    step = dry_run(build, inputs, layout, device=_GPU, lora=lora)
+    step = dry_run(build, inputs, layout, device=_GPU, adapt=lora and partial(add_lora, settings=lora))
     assert time.process_time() - started < 20
     assert step.peak["weights"] > 20 << 30
