@@ -48,7 +48,7 @@ def test_every_entry_exists() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site: `--strict` (which `--quiet` would turn off) finds links to pages and headings that do not exist."""
+    """The built site: `--strict`, which `--quiet` would turn off, finds links that lead nowhere."""
     pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
