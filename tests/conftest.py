@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     )  # fixtures of a module are made once; short files come last
 
 
+def _further_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that the marker `default` of a test leaves out. It has their number, or parts of their ids."""
+    counts = Counter[tuple[Path, str]]()
+    for item in items:
+        marker = item.get_closest_marker("default")
+        if marker is None or item.get_closest_marker("full"):
+            continue
+        test, case = item.name.split("[", 1)
+        counts[item.path, test] += 1
+        by_number = isinstance(marker.args[0], int)
+        if (by_number and counts[item.path, test] > marker.args[0]) or (
+            not by_number and not any(part in case for part in marker.args)
+        ):
+            yield item
+
+
+@pytest.hookimpl(tryfirst=True)  # before that of pytest, which reads the marker `full`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked `full` unless a marker expression, or the name of a test, asks for them.
 
@@ -95,6 +113,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if _is_strict(config) else ():
         for reason in (why for start, why in LEFT_OUT.items() if item.nodeid.startswith(start)):
             item.add_marker(pytest.mark.skip(reason))
+    for item in _further_cases(items):
+        item.add_marker(pytest.mark.full)
     if "full" in (config.getoption("-m") or "") or any("::" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

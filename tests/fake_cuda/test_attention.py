@@ -16,7 +16,7 @@ from lightning_cp.attention.derivatives import attention_tangents
 from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
-from tests.harness.cases import pairwise
+from tests.harness.cases import in_turn, pairwise
 
 LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}
 MODES = {
@@ -106,6 +106,7 @@ _KERNELS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in d
         valid=lambda _, lengths, __, mask, *___: not mask or lengths == "even",  # other ranks' masks are as this one's
     ),
 )
+@pytest.mark.default(3)
 def test_lengths_masks_and_grouped_queries(
     mode: str, lengths: str, kv_heads: int, mask: str, causal: bool, with_lse: bool
 ) -> None:
@@ -114,7 +115,7 @@ def test_lengths_masks_and_grouped_queries(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mode", "kernel", "causal"), pairwise(MODES, _KERNELS, (False, True)))
+@pytest.mark.parametrize(("kernel", "mode", "causal"), in_turn(_KERNELS, MODES, (False, True, True)))
 def test_every_kernel_and_dtype(mode: str, kernel: tuple[str, torch.dtype], causal: bool) -> None:
     if mode == "grid" and causal and kernel[0] in ("flash", "cudnn"):
         causal = False  # a causal grid needs masks

@@ -79,6 +79,7 @@ def _gather(device: _Device) -> tuple[BackgroundGather, Tensor]:
         return gather_in_background(values, group=dist.group.WORLD), values
 
 
+@pytest.mark.full
 def test_only_the_side_stream_waits() -> None:
     device = _Device()
     with fake_cuda() as recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ def devices(module: nn.Module) -> dict[str, str]:
     return {name: x.device.type for name, x in tensors.items()}
 
 
+@pytest.mark.full
 def test_only_the_expert_that_runs_has_its_frozen_weights_on_the_gpu() -> None:
     experts = Experts({"high": Adapted(), "low": Adapted()})
     host: dict[str, Any] = {name: experts[name].base for name in experts}

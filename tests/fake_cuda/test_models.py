@@ -86,6 +86,7 @@ def found_in(steps: Callable[[], None], recorder: CrossingRecorder) -> tuple[lis
     ("mode", "build", "width"),
     full_unless(lambda _, build, width: (build, width) == (wan, 10), pairwise(MODES, (wan, flux), (10, 16))),
 )
+@pytest.mark.full
 def test_the_host_waits_for_no_more_than_without_ranks(mode: str, build: Any, width: int) -> None:
     ring, ulysses, rotate_method = MODES[mode]
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)

@@ -17,14 +17,10 @@ from tests.families.report import record
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAST = {  # the other cases are marked `full`
     "float32": {
-        *("flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"),
-        *("flux2_reference", "krea2", "z_image"),
-        *("ltx", "ltx2", "minimax_h3"),
-        *("hunyuan_video", "hunyuan_video15", "pixart_sigma", "sana"),
-        *("flux_controlnet", "qwen_image_controlnet", "wan_vace"),
+        *("flux_kontext", "wan", "sd3", "qwen_image", "flux_controlnet"),
     },
     "mistakes": {
-        *("token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance", "scale_of_the_control"),
+        *("sign", "mask_of_the_text"),
     },
 }
 
@@ -53,7 +49,8 @@ def test_float32(name: str) -> None:
     assert report.proofs[0].error == 0
 
 
-@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in FIRST)])
+@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in FIRST[::4])])
+@pytest.mark.full
 def test_bfloat16(name: str) -> None:
     report = check_family(made(name, torch.bfloat16), CASES[name].captions, media(name))
     _record(name, report, " bf16")

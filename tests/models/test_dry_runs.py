@@ -13,7 +13,8 @@ from lightning_cp.planning.degrees import planned
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.step import Layout
-from tests.models import TINY
+from tests.harness.cases import in_turn
+from tests.models import FIRST, TINY
 
 # Models that cannot be traced, with what their forward does with the values of a tensor that it computes.
 _EXPERTS = "counts the tokens of each expert"
@@ -45,8 +46,12 @@ CANNOT_TRAIN = {
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-@pytest.mark.parametrize("layout", [Layout(ring=2), Layout(ulysses=2)], ids=["ring", "ulysses"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    in_turn(
+        list(dict.fromkeys((*list(FIRST.values())[::3], *CANNOT, *CANNOT_TRAIN))), (Layout(ring=2), Layout(ulysses=2))
+    ),
+)
 def test_a_model_can_be_planned(name: str, layout: Layout) -> None:
     tiny = TINY[name]
     inputs: dict[str, Any] = replace(Tensor, lambda x: x.float() if x.is_floating_point() else x, tiny.arguments())

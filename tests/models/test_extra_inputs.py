@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_cp import apply_context_parallel, check_plan
 from lightning_cp.errors import ShapeError
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.models import FIRST, TINY
 from tests.models.controlnets import TINY as CONTROLNETS
 from tests.models.controlnets import Control
@@ -61,12 +63,11 @@ _KINDS = {tiny.kind: name for name, tiny in reversed(CONTROLNETS.items())}
 @pytest.mark.parametrize(
     ("name", "mode", "parallel"),
     [
-        pytest.param(name, mode, parallel, marks=() if (mode, parallel) == ("ring", _BOTH) else pytest.mark.full)
-        for name in _KINDS.values()
-        for mode in _MODES
-        for parallel in (_BOTH, ("transformer",))
+        *product(_KINDS.values(), ("ring",), (_BOTH,)),
+        *in_turn(_KINDS.values(), _MODES[1:], (("transformer",), _BOTH)),
     ],
 )
+@pytest.mark.default(1)
 def test_a_controlnet_trains_with_its_transformer(
     run_ranks: RankPool, name: str, mode: str, parallel: tuple[str, ...]
 ) -> None:
@@ -127,13 +128,9 @@ def _check_adapter(rank: int, world: int, name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=() if mode == "ring" and name in ("flux", "sd3") else pytest.mark.full)
-        for name in ADAPTERS
-        for mode in _MODES
-    ],
+    ("name", "mode"), [("sd3", "ring"), ("flux", "ring"), *in_turn(ADAPTERS, ("rotation", "ulysses"))]
 )
+@pytest.mark.default(1)
 def test_an_ip_adapter(run_ranks: RankPool, name: str, mode: str) -> None:
     run_ranks(3, _check_adapter, name, mode)
 
@@ -170,11 +167,13 @@ def _check_in_order(rank: int, world: int, name: str) -> None:
 
 
 _QUICK = ("flux", "sd3", "wan", "cogvideox", "qwen_image")
+_IN_ORDER = list(dict.fromkeys((*_QUICK, *list(FIRST.values())[::4])))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in FIRST.values()]
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in _IN_ORDER]
 )
+@pytest.mark.default(2)
 def test_arguments_in_order_and_a_dataclass_as_output(run_ranks: RankPool, name: str) -> None:
     run_ranks(3, _check_in_order, name)
 

@@ -150,6 +150,7 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
         )
     ],
 )
+@pytest.mark.default(1)
 def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     everyone = run_ranks(world, _compared, name, mode)
     for error, whole, kept in everyone:

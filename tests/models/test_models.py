@@ -1,6 +1,6 @@
 """Every class with a plan: outputs and gradients equal those of one process (`check_plan`).
 
-CI spreads the modes over the classes. The whole matrix, and the table that shows it:
+By default, the modes are spread over one class of each kind of plan. All modes, and the table that shows it:
 
     LIGHTNING_CP_MODELS_TABLE=docs/models.md pytest -q -m "full or not full" tests/models/test_models.py
 """
@@ -18,20 +18,26 @@ import pytest
 from lightning_cp import check_plan
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
+from tests.harness.cases import full_unless, in_turn
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.table import Measured, write_table
 from tests.models.tiny import dense_flex_attention
 
-_TRIALS = [(name, mode, 3) for name in TINY for mode in ("ring", "rotation", "ulysses")]
-_TRIALS += [
-    (name, mode, world) for name in FIRST.values() for world in (2, 4) for mode in ("ring", "rotation", "ulysses")
-]
-_TRIALS += [(name, mode, 4) for name in TINY for mode in ("unified", "grid")]
-_TRIALS += [(name, "replay", 3) for name in FIRST.values()]
-_TRIALS += [(name, mode, 6) for name in FIRST.values() for mode in ("unified", "unified3", "grid")]
-_SPREAD = [("ring", 3), ("ulysses", 3), ("rotation", 3)]
-_SPECIAL = [("flux", "grid", 4), ("ltx_timestep_column", "ring", 3), ("lumina_next_proportional", "ulysses", 3)]
+_MODES = (("ring", 3), ("ulysses", 3), ("rotation", 3), ("unified", 4), ("replay", 3))
+_LARGE = (("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 6), ("unified3", 6), ("grid", 6))
+_OTHERS = [name for name in TINY if name not in FIRST.values()]
+_TRIALS = [(name, *mode) for name in FIRST.values() for mode in _MODES]
+_TRIALS += [(name, *mode) for name, mode in in_turn(_OTHERS, _MODES[:4])]
+_TRIALS += [(name, *mode) for name, mode in in_turn(list(FIRST.values())[::3], _LARGE)]
+_DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
+    *(("flux", "ulysses", 3), ("sd3", "rotation", 3), ("qwen_image", "ring", 3)),  # text joined to the image
+    *(("wan", "rotation", 3), ("pixart", "ulysses", 3), ("sana", "ring", 3)),  # cross attention, linear attention
+    *(("hunyuan_video", "ulysses", 3), ("z_image", "ring", 3), ("cogvideox", "rotation", 3)),  # segments, padding
+    *(("ltx2", "ring", 3), ("ace_step", "ulysses", 3), ("control_flux", "rotation", 3)),  # sound, ControlNets
+    *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
+)
+_TRIALS = list(dict.fromkeys([*_TRIALS, *_DEFAULT]))
 
 
 _measured: list[Measured] = []
@@ -42,13 +48,6 @@ def _table() -> Iterator[None]:
     yield
     if "LIGHTNING_CP_MODELS_TABLE" in os.environ:
         write_table(Path(os.environ["LIGHTNING_CP_MODELS_TABLE"]), _measured)
-
-
-def _in_ci(name: str, mode: str, world: int) -> bool:
-    """A trial of three ranks of each class's first entry, and of every eighth class one of unified attention."""
-    if name == FIRST[TINY[name].kind] and (mode, world) == _SPREAD[list(TINY).index(name) % len(_SPREAD)]:
-        return True
-    return (name in list(FIRST.values())[::8] and (mode, world) == ("unified", 4)) or (name, mode, world) in _SPECIAL
 
 
 def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str] | None:
@@ -71,10 +70,7 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     return found.output_error, found.gradient_error, "" if found.passed else str(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "world"),
-    [pytest.param(*trial, marks=() if _in_ci(*trial) else pytest.mark.full) for trial in _TRIALS],
-)
+@pytest.mark.parametrize(("name", "mode", "world"), full_unless(lambda *trial: trial in _DEFAULT, _TRIALS))
 def test_a_class_is_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     found = run_ranks(world, _check, name, mode)[0]  # the same on all ranks
     if found is None:

@@ -29,14 +29,16 @@ from lightning_cp.pipelines.pipefusion.patches import PatchEvaluation, run_once
 from lightning_cp.plans import REGISTERED
 from lightning_cp.undoable import undo_all
 from tests.harness import RankPool
+from tests.harness.cases import full_unless, in_turn
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.overlapping import outputs_in_patches
 
 _SUPPORTED = [name for name, tiny in TINY.items() if REGISTERED[tiny.kind].patches is not None]
+_OF_CLASSES = [name for name in _SUPPORTED if name in FIRST.values()]
 _DEFAULT = (
-    *("flux", "flux_short_text", "wan", "hunyuan_video_short_text", "sd3", "qwen_image", "cogvideox_masked"),
-    *("cogview4_training", "ltx2", "sana", "sana_video"),
+    *("flux", "sana", "flux_short_text", "wan", "hunyuan_video_short_text", "sd3", "qwen_image", "cogvideox_masked"),
+    *("cogview4_training", "ltx2", "sana_video"),
 )
 
 
@@ -82,9 +84,8 @@ def _order(model: nn.Module) -> tuple[str, ...]:
     return installed.model_plan.patches.order
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _SUPPORTED]
-)
+@pytest.mark.parametrize("name", dict.fromkeys((*_DEFAULT, *_OF_CLASSES[::3])))
+@pytest.mark.default(2)
 def test_patches_of_equal_inputs_give_the_plain_result(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
     for patches in (2, 3, 5):
@@ -103,18 +104,18 @@ def _in_overlapping_steps(name: str, patches: int = 2) -> float:
 
 
 _WAITING = [kind for kind, plan in REGISTERED.items() if plan.patches is not None and not plan.patches.overlaps]
-_OVERLAPPING = [name for name in _SUPPORTED if TINY[name].kind not in _WAITING]
+_OVERLAPPING = [name for name in dict.fromkeys((*_DEFAULT, *_OF_CLASSES)) if TINY[name].kind not in _WAITING]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _OVERLAPPING]
-)
+@pytest.mark.parametrize("name", _OVERLAPPING)
+@pytest.mark.default(1)
 def test_a_patch_needs_its_own_and_earlier_latents_only(name: str) -> None:
     """So a step may begin before the step before is complete. A plan that fails here must say `overlaps=False`."""
     assert _in_overlapping_steps(name) < 1e-12
 
 
 @pytest.mark.parametrize("kind", _WAITING)
+@pytest.mark.default(1)
 def test_plans_say_that_steps_cannot_overlap_only_where_patches_are_mixed(kind: str) -> None:
     assert _in_overlapping_steps(FIRST[kind], patches=5) > 1e-3  # Z-Image pads to 32 tokens: several need real ones
 
@@ -135,12 +136,11 @@ def _counts(model: nn.Module, installed: Installed) -> Iterator[Counter[str]]:
         handle.remove()
 
 
-_ONCE = [name for name in _SUPPORTED if (plan := REGISTERED[TINY[name].kind].patches) is not None and plan.once]
+_ONCE = [name for name in _OF_CLASSES if (plan := REGISTERED[TINY[name].kind].patches) is not None and plan.once]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("hunyuan_video", "wan") else pytest.mark.full) for name in _ONCE]
-)
+@pytest.mark.parametrize("name", _ONCE)
+@pytest.mark.default("hunyuan_video]")
 def test_modules_before_the_blocks_run_once_for_all_patches(name: str) -> None:
     """An evaluation with other arguments follows, and keeps nothing of the first."""
     model, arguments, alone = _parallel(name, ContextParallelConfig())
@@ -160,6 +160,7 @@ def test_modules_before_the_blocks_run_once_for_all_patches(name: str) -> None:
     assert _error(expected, _evaluated(model, other, evaluation)) < 1e-12
 
 
+@pytest.mark.full
 def test_every_module_that_runs_once_is_in_a_model() -> None:
     for kind, plan in REGISTERED.items():
         for pattern in () if plan.patches is None else plan.patches.once:
@@ -174,12 +175,14 @@ def _has(model: nn.Module, pattern: str) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_more_patches_than_text_tokens() -> None:
     model, arguments, alone = _parallel("flux", ContextParallelConfig())  # 7 text tokens, 15 image tokens
     assert _error(alone, _in_patches(model, arguments, 11, _order(model))) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
+@pytest.mark.default(1)
 def test_another_order_of_tokens_is_found(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
     assert _error(alone, _in_patches(model, arguments, 3, _order(model)[::-1])) > 1e-4
@@ -210,14 +213,12 @@ def _over_ranks(rank: int, world: int, name: str, mode: str) -> float:
 _MODES = [("flux", "ring", 3), ("flux", "ulysses", 3), ("flux", "unified", 4), ("wan", "rotation", 3)]
 _MODES += [("sana", "ring", 3), ("cogview4_training", "ulysses", 3), ("ltx2_self_attention_mask", "ulysses", 3)]
 _MODES += [("sd3", "ulysses", 2), ("qwen_image", "ring", 3), ("hunyuan_video_short_text", "ulysses", 3)]
-_ALL = [(name, mode, 3) for name in FIRST.values() if name in _SUPPORTED for mode in ("ring", "ulysses")]
-_CASES = [
-    pytest.param(*x, marks=() if x in (*_MODES[:3], _MODES[4]) else pytest.mark.full)
-    for x in dict.fromkeys(_MODES + _ALL)
-]
+_ALL = [(name, mode, 3) for name, mode in in_turn(_OF_CLASSES[::2], ("ring", "ulysses"))]
+_CASES = full_unless(lambda *x: x in (*_MODES[:3], _MODES[4]), dict.fromkeys(_MODES + _ALL))
 
 
 @pytest.mark.parametrize(("name", "mode", "world"), _CASES)
+@pytest.mark.default(1)
 def test_patches_over_ranks_give_the_plain_result(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     assert max(run_ranks(world, _over_ranks, name, mode)) < 1e-12
 

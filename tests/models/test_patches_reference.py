@@ -174,6 +174,7 @@ class KeptRows:
 
 
 @pytest.mark.parametrize(("name", "convolution"), [("sana", "conv_depth"), ("sana_video", "conv_temp")])
+@pytest.mark.default(1)
 def test_sana_in_patches_is_the_reference(name: str, convolution: str) -> None:
     """Linear attention keeps keys and values; the convolution between rows (or frames) keeps its input."""
     model, arguments = TINY[name].build(), TINY[name].arguments()

@@ -46,6 +46,7 @@ def _parallel(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "name"), _REFUSED)
+@pytest.mark.default(1)
 def test_an_argument_that_a_plan_refuses(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     argument, _, key = name.partition(".")

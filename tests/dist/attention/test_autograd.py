@@ -56,6 +56,7 @@ def _second_derivatives(rank: int, world: int, config: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.default(1)
 def test_second_derivatives_of_losses_linear_in_out_are_refused(run_ranks: RankPool, config: dict[str, object]) -> None:
     run_ranks(2, _second_derivatives, config)
 

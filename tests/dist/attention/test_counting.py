@@ -240,6 +240,7 @@ def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> No
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses"), full_unless(lambda world, *_: world != 4, MODES))
+@pytest.mark.default(1)
 def test_sizes_are_exchanged_once_without_lengths_and_never_with_them(
     run_ranks: RankPool, world: int, ring: int, ulysses: int
 ) -> None:

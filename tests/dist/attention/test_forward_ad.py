@@ -151,6 +151,7 @@ def _assert_exact(run_ranks: RankPool, world: int, cases: list[Problem]) -> None
     ("world", "ring", "ulysses", "rotate"),
     full_unless(lambda world, *mode: world < 4 and by_default(world, *mode), [x for x in ROTATED if x[0] < 6]),
 )
+@pytest.mark.default(1)
 def test_tangents_and_the_gradients_after_them_are_exact(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:

@@ -157,13 +157,11 @@ MODES = (
     *({"ring": 2, "ulysses": 2}, {"ring": 2, "ulysses": 2, "rotate": "alltoall"}, {"ring": 4}),
     {"ring": 4, "rotate": "grid"},
 )
-CASES = [
-    *(Case(**mode, mask=mask) for mode in MODES for mask in ("", "query", "block")),
-    *(Case(**mode, trained=trained) for mode in MODES for trained in ("all", "checkpointed")),
-    *(Case(**mode, trained="all", window=None, sinks=0, mask="block") for mode in MODES),
-    *(Case(**mode, kv_heads=2) for mode in MODES),
-    *(Case(**mode, no_grad=torch.inference_mode) for mode in MODES),
-]
+_CHANGES: tuple[dict[str, Any], ...] = (
+    *({"mask": "block"}, {"trained": "all"}, {"mask": "query", "no_grad": torch.inference_mode}),
+    *({"trained": "checkpointed", "kv_heads": 2}, {"trained": "all", "window": None, "sinks": 0, "mask": "block"}),
+)
+CASES = [Case(**mode, **_CHANGES[(i + j) % 5]) for i, mode in enumerate(MODES) for j in (0, 2)]
 DEFAULT = Case(trained="all", mask="query", kv_heads=2)
 
 
@@ -182,7 +180,7 @@ def _rounded(rank: int, world: int, case: Case) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", MODES[1::3], ids=str)
 def test_bfloat16_errs_as_in_one_process(run_ranks: RankPool, mode: dict[str, Any]) -> None:
     case = Case(**mode, dtype=torch.bfloat16)
     for ratios in run_ranks(case.ring * case.ulysses, _rounded, case):

@@ -121,6 +121,7 @@ def _peak_beside_weights(step: Callable[[], None], model: nn.Module) -> int:
 
 @pytest.mark.parametrize("mode", ["ring_degree", pytest.param("ulysses_degree", marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", DEGREES)
+@pytest.mark.full
 def test_a_models_training_step_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
     """Although every rank embeds all patches and computes the whole loss."""
     alone = max(run_ranks(1, _step_peak, {}))

@@ -64,6 +64,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
         ],
     ),
 )
+@pytest.mark.full
 def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, layout: str) -> None:
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
     lengths = tuple(2 + i for i in range(world))
@@ -108,6 +109,7 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
         (4, 4, 1, "grid 2x2"),
     ],
 )
+@pytest.mark.default(1)
 def test_a_compiled_function_gives_the_same_numbers(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:

@@ -54,6 +54,7 @@ def _relative_errors(rank: int, world: int, problems: list[Problem]) -> list[dic
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(lambda world, *_: world < 4, MODES))
+@pytest.mark.default(1)
 def test_float32_is_exact_to_1e_5(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str) -> None:
     base = _long(world, ring, ulysses, rotate, dtype=torch.float32)
     masks = ("none", "keys", "keys added", "rank padded", "none left", "rows added", "one row heads")
@@ -91,6 +92,7 @@ def _squared_errors(rank: int, world: int, problems: list[Problem]) -> list[tupl
 
 @pytest.mark.parametrize(("wide", "factor"), [(True, 1.5), (False, 2.5)])
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(lambda world, *_: world < 4, MODES))
+@pytest.mark.default(1)
 def test_half_precision_is_nearly_as_good_as_one_device(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, wide: bool, factor: float
 ) -> None:
@@ -132,6 +134,7 @@ def _through_autocast(rank: int, world: int, problems: list[Problem]) -> None:
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), MODES)
+@pytest.mark.default("1-allgather", "4-2")
 def test_autocast_computes_in_its_dtype_and_leaves_float64(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
@@ -150,6 +153,7 @@ def _float64_with_narrow_merge(rank: int, world: int, problem: Problem) -> dict[
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), MODES)
 @pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.default("True-3-3-1-allgather", "True-3-1", "False-4-2")
 def test_float64_is_never_narrowed(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, wide: bool
 ) -> None:

@@ -34,6 +34,7 @@ from tests.dist.lightning_ranks import fabric_of
 from tests.dist.problems import Problem, cut, errors, expect, part_of, solve, whole
 from tests.dist.vaes import ALL, make_vae
 from tests.harness import RankPool
+from tests.harness.cases import full_unless, in_turn
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.tiny import dense_flex_attention, with_short_text
@@ -63,28 +64,27 @@ def _checked(rank: int, world: int, name: str, mode: str, text: int | None) -> s
 
 
 _QUICK = [("flux", "ulysses", 3), ("wan", "rotation", 3), ("lumina2", "ring", 3)]
-_REST = [(name, mode, 3) for name in FIRST.values() for mode in ("ring", "ulysses")]
-_REST += [
-    (name, mode, world)
-    for name in ("flux", "wan", "sd3", "cogvideox", "qwen_image", "lumina2", "sana", "hunyuan_video", "ltx2")
-    for mode, world in (
-        *(("ring", 2), ("rotation", 2), ("ulysses", 2), ("rotation", 3), ("replay", 3), ("rotation", 4)),
-        *(("ulysses", 4), ("unified", 4), ("unified", 6), ("unified3", 6)),
-    )
-]
-_REST = [trial for trial in dict.fromkeys(_REST) if trial not in _QUICK]
+_MODES = (
+    *(("ring", 3), ("ulysses", 3), ("replay", 3), ("rotation", 4), ("ulysses", 4), ("unified", 4)),
+    *(("unified", 6), ("unified3", 6), ("ring", 2)),
+)
+_REST = [(name, *mode) for name, mode in in_turn(list(FIRST.values())[::3], _MODES)]
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "world"), [*_QUICK, *(pytest.param(*trial, marks=pytest.mark.full) for trial in _REST)]
 )
+@pytest.mark.default(1)
 def test_models_are_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     assert run_ranks(world, _checked, name, mode, None) == [""] * world
 
 
-@pytest.mark.parametrize("mode", ["ring", pytest.param("ulysses", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", ["hunyuan_video", *(pytest.param(x, marks=pytest.mark.full) for x in ("flux2", "sd3", "qwen_image", "wan"))]
+    ("name", "mode"),
+    full_unless(
+        lambda name, _: name == "hunyuan_video",
+        in_turn(("hunyuan_video", "flux2", "sd3", "qwen_image", "wan"), ("ring", "ulysses")),
+    ),
 )
 def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str, mode: str) -> None:
     assert run_ranks(3, _checked, name, mode, 2) == [""] * 3

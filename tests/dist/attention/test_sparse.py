@@ -179,6 +179,7 @@ GRIDS = [(4, 4, 1, (2, 2)), (6, 6, 1, (2, 3)), (6, 6, 1, (3, 2)), (4, 2, 2, (1, 
         [*[(world, *mode, None) for world, modes in MODES.items() for mode in modes], *GRIDS],
     ),
 )
+@pytest.mark.default(1)
 def test_results_and_gradients_equal_those_of_one_process(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, grid: tuple[int, int] | None
 ) -> None:
@@ -225,6 +226,7 @@ def _count(rank: int, world: int, tried: list[Case]) -> list[str]:
     ("world", "grid"),
     full_unless(lambda world, grid: world == 3 or grid, [(2, None), (3, None), (4, None), (4, (2, 2))]),
 )
+@pytest.mark.default(1)
 def test_only_the_keys_of_blocks_that_are_not_empty_are_sent(
     run_ranks: RankPool, world: int, grid: tuple[int, int] | None
 ) -> None:

@@ -147,6 +147,7 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
 @pytest.mark.parametrize(
     ("kind", "how"), [("cp", NOW), pytest.param("cp_fsdp", LATER, marks=pytest.mark.full)], ids=["cp", "cp_fsdp"]
 )
+@pytest.mark.full
 def test_at_the_same_topology_a_resumed_run_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, kind: str, how: dict[str, Any]
 ) -> None:

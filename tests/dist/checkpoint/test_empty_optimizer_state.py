@@ -95,5 +95,6 @@ def test_optimizers_without_state_go_on_as_if_never_saved(run_ranks: RankPool, t
             assert rate == 0.3, name
 
 
+@pytest.mark.full
 def test_the_trainer_resumes_an_optimizer_that_never_has_a_state(run_ranks: RankPool, tmp_path: Path) -> None:
     assert run_ranks(3, _fit, str(tmp_path), init=False) == [[0.0, 0.0]] * 3

@@ -64,6 +64,7 @@ def _whole(rank: int, world: int, folder: Path, kind: str, name: str) -> tuple[T
 @pytest.mark.parametrize(
     ("kind", "name"), [("cp", "wan"), pytest.param("cp_fsdp", "wan", marks=pytest.mark.full), ("cp_fsdp", "flux")]
 )
+@pytest.mark.default(1)
 def test_a_whole_model_is_what_from_pretrained_loads(run_ranks: RankPool, tmp_path: Path, kind: str, name: str) -> None:
     results = run_ranks(3, _whole, tmp_path, kind, name, init=False)
     assert all(there for *_, there in results)
@@ -105,6 +106,7 @@ def _adapter(rank: int, world: int, folder: Path, kind: str, name: str) -> tuple
 
 
 @pytest.mark.parametrize(("kind", "name"), [("cp", "flux"), ("cp_fsdp", "wan")])
+@pytest.mark.default(1)
 def test_an_adapter_is_what_load_lora_weights_loads(run_ranks: RankPool, tmp_path: Path, kind: str, name: str) -> None:
     results = run_ranks(3, _adapter, tmp_path, kind, name, init=False)
     out, whole, other = results[1]

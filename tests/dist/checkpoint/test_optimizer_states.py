@@ -157,6 +157,7 @@ _DEFAULT = [
 ]
 
 
+@pytest.mark.full
 def test_each_parameter_gets_its_state_at_three_ranks(run_ranks: RankPool, tmp_path: Path) -> None:
     _check(run_ranks(3, _resume, str(tmp_path), _DEFAULT, init=False), len(_DEFAULT))
 

@@ -99,6 +99,7 @@ def _bits(rank: int, world: int, strategy: str, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("strategy", ["ring", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_fit_that_goes_on_at_the_same_topology_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, strategy: str
 ) -> None:
@@ -217,6 +218,7 @@ def _made_empty(rank: int, world: int, folder: str) -> tuple[bool, bool]:
     return nowhere, torch.equal(straight, resumed)
 
 
+@pytest.mark.full
 def test_a_module_made_without_storage_goes_on_from_a_checkpoint(run_ranks: RankPool, tmp_path: Path) -> None:
     assert run_ranks(2, _made_empty, str(tmp_path), init=False) == [(True, True)] * 2
 
@@ -246,6 +248,7 @@ def _switched(rank: int, world: int, folder: str) -> list[str]:
     return [*found, str(len(again.lightning_module.seen))]
 
 
+@pytest.mark.full
 def test_a_file_and_a_folder_replace_each_other(run_ranks: RankPool, tmp_path: Path) -> None:
     assert run_ranks(3, _switched, str(tmp_path), init=False) == [["folder", "file", "folder", "1"]] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "own.ckpt"]

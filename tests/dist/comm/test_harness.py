@@ -80,6 +80,7 @@ def test_workers_are_reused_but_a_call_leaves_no_state_to_the_next(run_ranks: Ra
         (_leaves_a_thread, 150, r"left a thread behind"),
     ],
 )
+@pytest.mark.default(1)
 def test_a_failing_rank_is_reported_and_the_pool_recovers(
     run_ranks: RankPool, function: object, limit_s: float, expected: str
 ) -> None:

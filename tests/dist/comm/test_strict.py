@@ -36,6 +36,7 @@ _MODES = [
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"), full_unless(lambda *mode: mode in (_MODES[0], _MODES[2]), _MODES)
 )
+@pytest.mark.default(1)
 def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str) -> None:
     cases = list(islice(problems(ring, ulysses, rotate), 0, None, 11 if world == 3 else 3))
     assert [x for lines in run_ranks(world, check_exact, cases, strict=_STRICT) for x in lines] == []

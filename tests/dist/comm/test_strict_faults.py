@@ -207,6 +207,7 @@ _DEFAULT = (_early_read, _late_write, _other_order, _two_groups, _never_received
 @pytest.mark.parametrize(
     ("function", "strict", "message"), full_unless(lambda function, *_: function in _DEFAULT, _CASES), ids=_name
 )
+@pytest.mark.default(1)
 def test_a_planted_fault_is_found_and_clean_code_passes(
     run_ranks: RankPool, function: Callable[..., None], strict: Strict | bool, message: str
 ) -> None:

@@ -112,6 +112,7 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
         pytest.param(2, "wan", "ring", 2, "inductor", marks=FULL),
     ],
 )
+@pytest.mark.full
 def test_blocks_of_a_kind_share_one_graph_for_each_length(
     run_ranks: RankPool, world: int, name: str, mode: str, samples: int, backend: str
 ) -> None:

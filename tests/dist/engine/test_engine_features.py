@@ -64,6 +64,7 @@ def _lora(rank: int, world: int, name: str, before: bool) -> tuple[float, float]
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.default(1)
 def test_a_lora_is_exact_before_and_after(run_ranks: RankPool, name: str, before: bool) -> None:
     for output, gradient in run_ranks(3, _lora, name, before):
         assert output < _EXACT
@@ -175,6 +176,7 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
 
 
 @pytest.mark.parametrize(("world", "ring"), [(3, 3), (2, 1), (4, 2)], ids=["ring", "ulysses", "unified"])
+@pytest.mark.default(1)
 def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world: int, ring: int) -> None:
     kept, whole, selective = (run_ranks(world, _checkpointed, ring, how) for how in ("none", "whole", "selective"))
     for (kept_calls, kept_bytes, _), (calls, sent, _), (few_calls, few_sent, error) in zip(
@@ -378,6 +380,7 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
         ),
     ],
 )
+@pytest.mark.default(1)
 def test_no_layer_exchanges_sizes(run_ranks: RankPool, name: str) -> None:
     for sizes, packets, _ in run_ranks(3, _exchanges, name, 3, 1):
         assert sizes == 0

@@ -76,6 +76,7 @@ def _check(results: list[list[tuple[str, float, float]]]) -> None:
         *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen_image", "pixart", "flux2", "wan")),
     ],
 )
+@pytest.mark.default(1)
 def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str) -> None:
     _check(run_ranks(3, _compare, name, False, 2))
 
@@ -104,6 +105,7 @@ def test_a_short_text_without_a_mask_is_exact(run_ranks: RankPool) -> None:
         for name in THEIR_PLANS
     ],
 )  # helios takes 12 s; tests/models has it by default
+@pytest.mark.default(1)
 def test_plans_of_diffusers_are_exact_at_three_ranks(run_ranks: RankPool, name: str) -> None:
     _check(run_ranks(3, _compare, name, True))
 

@@ -76,6 +76,7 @@ CASES = [*_FEW, *((*ranks, *way) for ranks, way in in_turn([(3, 3), (3, 1)], _WA
     ("world", "ulysses", "way", "kv_heads", "kind"),
     full_unless(lambda *case: case in _FEW, CASES),
 )
+@pytest.mark.default(1)
 def test_joint_and_cross_attention_with_block_masks_are_exact(
     run_ranks: RankPool, world: int, ulysses: int, way: str, kv_heads: int, kind: str
 ) -> None:

@@ -135,6 +135,7 @@ def _meanflow(rank: int, world: int, name: str, mode: str) -> float:
     ("world", "mode"),
     full_unless(lambda world, mode: mode != "ring", [(2, "ring"), (3, "ring"), (3, "rotation"), (3, "ulysses")]),
 )
+@pytest.mark.default(1)
 def test_meanflow_trains_as_in_one_process(run_ranks: RankPool, world: int, mode: str, name: str) -> None:
     assert max(run_ranks(world, _meanflow, name, mode, timeout_s=120)) < 1e-9
 
@@ -159,6 +160,7 @@ def _meanflow_under_fabric(rank: int, world: int, kind: str, way: str, settings:
 )
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.default(1)
 def test_meanflow_trains_under_fabric_as_in_one_process(
     run_ranks: RankPool, world: int, kind: str, way: str, settings: dict[str, Any]
 ) -> None:

@@ -133,6 +133,7 @@ SHARD = {"shard": ["transformer"]}
         pytest.param(SHARD, "before", 3, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_adapters_changed_between_calls_give_one_process_latents(
     run_ranks: RankPool, settings: dict[str, Any], compiled: str, before: int
 ) -> None:
@@ -222,6 +223,7 @@ def _in_stages(rank: int, world: int) -> tuple[list[float], list[str]]:
     return errors, said
 
 
+@pytest.mark.full
 def test_stages_of_blocks_load_adapters_before_and_after_set_up(run_ranks: RankPool) -> None:
     features.refused("fusing adapters on stages of blocks (`pipe=`)")
     for errors, (dora, fuse) in run_ranks(3, _in_stages, timeout_s=120):

@@ -54,6 +54,7 @@ CASES = [(*mode, shape) for mode, shape in in_turn(_MODES, ((1, 5), (2, 2)))]
     ("world", "mode", "shape"),
     full_unless(lambda world, mode, shape: (world, mode, shape[0]) in ((3, "ring", 1), (4, "unified", 2)), CASES),
 )
+@pytest.mark.default(1)
 def test_all_ranks_choose_the_blocks_of_one_process(
     run_ranks: RankPool, world: int, mode: str, shape: tuple[int, int]
 ) -> None:

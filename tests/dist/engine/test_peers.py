@@ -94,6 +94,7 @@ def _divergent(rank: int, world: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.default(1)
 def test_divergence_is_raised_in_the_next_forward_on_every_rank(run_ranks: RankPool, world: int) -> None:
     for raised in run_ranks(world, _divergent):
         assert [forward for forward, _ in raised] == [7, 11, 15, 19]

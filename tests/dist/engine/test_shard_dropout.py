@@ -136,6 +136,7 @@ def _dropped(rank: int, world: int, kind: str, tokens: int) -> tuple[list[Tensor
 
 @pytest.mark.parametrize("kind", list(RUNS))
 @pytest.mark.parametrize(("world", "tokens"), [(2, 12), (3, 11)])
+@pytest.mark.default(3)
 def test_dropout_of_any_kind_draws_apart_and_the_rest_alike(
     run_ranks: RankPool, kind: str, world: int, tokens: int
 ) -> None:

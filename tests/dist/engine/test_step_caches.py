@@ -117,6 +117,7 @@ def _marks(trial: tuple[str, str, str, int], *, before: bool) -> tuple[pytest.Ma
         for trial, before in _BEFORE_AND_AFTER
     ],
 )
+@pytest.mark.default(1)
 def test_decisions_and_outputs_are_those_of_one_process(
     run_ranks: RankPool, trial: tuple[str, str, str, int], before: bool
 ) -> None:
@@ -169,6 +170,7 @@ def _at_the_threshold(rank: int, world: int, name: str, mode: str, cfg: int) -> 
         pytest.param("flux", "ulysses", 4, 2, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_the_decision_is_that_of_all_tokens_and_rows(
     run_ranks: RankPool, name: str, mode: str, world: int, cfg: int
 ) -> None:

@@ -142,6 +142,7 @@ def _train(rank: int, world: int, kind: type, degrees: dict[str, int], lora: boo
         pytest.param(4, FSDP, {"ring": 2}, True, None, marks=full),
     ],
 )
+@pytest.mark.full
 def test_experts_on_several_ranks_train_as_in_one_process(
     world: int, kind: type, degrees: dict[str, int], lora: bool, micro: int | None, run_ranks: RankPool
 ) -> None:

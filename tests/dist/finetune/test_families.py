@@ -57,6 +57,7 @@ def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 2)])
+@pytest.mark.default(1)
 def test_loss_and_gradients_are_those_of_one_process(
     ring: int, ulysses: int, flux: Prepared, run_ranks: RankPool
 ) -> None:
@@ -116,6 +117,7 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
     ],
     ids=["ulysses2", "unified", "cp_fsdp"],
 )
+@pytest.mark.default(1)
 def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[str, int], run_ranks: RankPool) -> None:
     given = prepared("wan", "wan", (5, 32, 48), number=4)
     ((losses, weights),) = run_ranks(1, _fit, given, "auto", timeout_s=120)
@@ -194,6 +196,7 @@ def _first_indices(rank: int, world: int, given: Prepared) -> list[float]:
     return [loss / whole[half].item() for loss in losses]
 
 
+@pytest.mark.full
 def test_the_data_rank_is_found_inside_of_wrappers(flux: Prepared, run_ranks: RankPool) -> None:
     for ratios in run_ranks(6, _first_indices, flux, timeout_s=120):
         assert ratios == pytest.approx([1.0] * 4, rel=1e-6)
@@ -216,6 +219,7 @@ def _times(rank: int, world: int, given: Prepared, strategy: Any, precision: Any
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", [ContextParallelStrategy, ContextParallelFSDPStrategy], ids=["cp", "cp_fsdp"])
+@pytest.mark.default(1)
 def test_times_reach_the_transformer_unrounded(kind: type, precision: str, run_ranks: RankPool) -> None:
     given = prepared("wan", "wan", (5, 32, 48), number=2)
     _, name, facts, samples = given
@@ -245,6 +249,7 @@ def _times_with_fabric(rank: int, world: int, given: Prepared, strategy: Any, pr
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.default(1)
 def test_times_pass_fabrics_cast_unrounded(precision: str, run_ranks: RankPool) -> None:
     given = prepared("wan", "wan", (5, 32, 48), number=2)
     _, name, facts, samples = given

@@ -108,6 +108,7 @@ def _streamed(
         ("flux", "float32", "trainer", "cp", False),
     ],
 )
+@pytest.mark.default(1)
 def test_streamed_weights_and_buffers_equal_loaded_ones(
     run_ranks: RankPool, tmp_path: Path, name: str, dtype: str, flavour: str, kind: str, adapted: bool
 ) -> None:
@@ -135,6 +136,7 @@ def _streamed_again(rank: int, world: int, folder: Path) -> tuple[list[str], lis
     return first, changed, differences(model, expected)
 
 
+@pytest.mark.full
 def test_weights_are_loaded_once_and_on_replicas_too(run_ranks: RankPool, tmp_path: Path) -> None:
     saved(tmp_path, "wan")
     for first, changed, again in run_ranks(4, _streamed_again, tmp_path, init=False):

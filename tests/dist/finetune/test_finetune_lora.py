@@ -118,6 +118,7 @@ CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
         pytest.param("wan", FSDP, {"ring": 2, "ulysses": 2}, "sgd", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
     run_ranks: RankPool,
     folders: dict[str, Path],
@@ -162,6 +163,7 @@ def _continue(rank: int, world: int, folder: Path, file: Path, kind: type) -> tu
 
 
 @pytest.mark.parametrize("kind", [pytest.param(CP, marks=pytest.mark.full), FSDP], ids=["cp", "cp_fsdp"])
+@pytest.mark.full
 def test_continuing_from_a_file_equals_not_stopping(
     run_ranks: RankPool, folders: dict[str, Path], kind: type, tmp_path: Path
 ) -> None:
@@ -219,6 +221,7 @@ def _low_precision(rank: int, world: int, folder: Path, name: str, kind: type, p
         pytest.param("flux", FSDP, "bf16-mixed", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_a_float32_adapter_trains_on_a_bfloat16_base(
     run_ranks: RankPool, folders: dict[str, Path], name: str, kind: type, precision: str
 ) -> None:
@@ -282,6 +285,7 @@ def _gradients_of(
         pytest.param("wan", "all-linear", 4, CP, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_gradients_of_every_kind_are_exact_and_diffusers_loads_it(
     run_ranks: RankPool, folders: dict[str, Path], name: str, kind: str, world: int, strategy: type
 ) -> None:

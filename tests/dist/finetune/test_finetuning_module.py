@@ -137,6 +137,7 @@ def test_micro_batches_change_nothing(
         run_ranks(1, _fit, "alone1", flux, {"micro": 1, "accumulate_grad_batches": 2}, init=False)
 
 
+@pytest.mark.full
 def test_micro_batches_have_the_gradients_of_the_whole_batch(flux: Path) -> None:
     """In float64, because the gradients of a float32 transformer already differ by 1e-5 through rounding."""
     module, data = _module(flux).double(), LatentData(LatentCache(flux / "latents"))
@@ -160,6 +161,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch(flux: Path) -> None
 @pytest.mark.parametrize(
     ("world", "name"), [(2, "cp2"), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, "alone1"), (2, "cp1")))]
 )
+@pytest.mark.full
 def test_a_trainer_checkpoint_resumes_exactly_at_another_number_of_ranks(
     world: int, name: str, flux: Path, alone: dict[str, Any], run_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ DEGREES = {"ring": 2, "ulysses": 2, "degrees": {12: 1, 36: 2}}
         pytest.param(4, CP, {**DEGREES, "check_peers": "always"}, {}, id="degrees, all peers checked", marks=full),
     ],
 )
+@pytest.mark.default(1)
 def test_losses_and_weights_equal_one_process(
     world: int, kind: Any, settings: dict[str, Any], run: dict[str, Any], alone: dict[str, Any], run_ranks: RankPool
 ) -> None:

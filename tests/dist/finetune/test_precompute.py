@@ -62,6 +62,7 @@ def test_ranks_store_what_one_process_stores(
     assert contents(cache) == contents(tmp_path / "one")
 
 
+@pytest.mark.full
 def test_groups_encode_a_clip_together(wan: Path, tmp_path: Path, run_ranks: RankPool) -> None:
     data = clips(tmp_path / "data", 3)
     (data / "bad.mp4").write_bytes(b"x")
@@ -104,6 +105,7 @@ def _errors(rank: int, world: int, place: str, given: tuple[Any, ...]) -> tuple[
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("place", ["slow", "load", "memory"])
+@pytest.mark.default(1)
 def test_an_error_on_one_rank_ends_all_with_that_error(
     place: str, world: int, flux: Path, tmp_path: Path, run_ranks: RankPool
 ) -> None:

@@ -129,6 +129,7 @@ UNEQUAL = [*SIZED, {"prompt": PROMPTS[0], "num_inference_steps": 3, "negative_pr
     ],
     ids=lambda x: str(len(x)) if isinstance(x, (list, tuple)) else None,
 )
+@pytest.mark.full
 def test_samples_depend_neither_on_the_ranks_nor_on_the_call(
     prompts: Sequence[Any], kind: str, world: int, ring: int, flux: Path, run_ranks: RankPool
 ) -> None:

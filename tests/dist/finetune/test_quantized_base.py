@@ -92,6 +92,7 @@ def _train(
         pytest.param("flux", "nf4", FSDP, {"ring": 2, "reshard_after_forward": False}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_gradients_are_those_of_the_dequantised_weights(
     run_ranks: RankPool, folders: dict[str, Path], name: str, weights: str, kind: type, settings: dict[str, Any]
 ) -> None:

@@ -58,6 +58,7 @@ def test_gradients_of_a_side_model_are_exact_and_the_base_has_none(flux: Prepare
         assert largest > 0
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_averaged_are_found(flux: Prepared, run_ranks: RankPool) -> None:
     for error, found, _, _ in run_ranks(3, _proof, flux, False):
         assert error > 0.1
@@ -107,6 +108,7 @@ def _trained(
     ids=["ring3", "unified", "cp_fsdp", "cp_fsdp_and_half_precision_base"],
 )
 @pytest.mark.parametrize("blocks", ["both_kinds", pytest.param("double", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_strategy_trains_the_side_model_as_one_process_does(
     blocks: str, kind: type, degrees: dict[str, int], base: torch.dtype, flux: Prepared, run_ranks: RankPool
 ) -> None:

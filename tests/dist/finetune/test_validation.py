@@ -121,6 +121,7 @@ TOPOLOGIES = {
     "topology",
     [pytest.param(name, marks=[pytest.mark.full] * (name != "cp_fsdp_data2_ring2")) for name in TOPOLOGIES],
 )
+@pytest.mark.full
 def test_the_losses_are_those_of_one_process(topology: str, flux: Given, alone: Losses, run_ranks: RankPool) -> None:
     world, strategy = TOPOLOGIES[topology]
     found = run_ranks(world, _losses, flux, strategy, 2, timeout_s=120)

@@ -108,6 +108,7 @@ def _before(rank: int, world: int, degrees: dict[str, int], whats: list[str]) ->
         pytest.param(2, {"ring": 2}, list(BEFORE), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default("degrees1")
 def test_a_component_of_one_rank_that_differs(
     run_ranks: RankPool, world: int, degrees: dict[str, int], whats: list[str]
 ) -> None:
@@ -139,6 +140,7 @@ def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
         pytest.param(2, {"pipe": 2}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_call_that_differs_raises_and_the_next_one_does_not(
     run_ranks: RankPool, world: int, degrees: dict[str, int]
 ) -> None:

@@ -391,6 +391,7 @@ def _threads(rank: int, world: int) -> list[Any]:
     return [*found, second(pipe), second(other), _error(_first(other(**_inputs(*FLUX, 0))), alone)]
 
 
+@pytest.mark.full
 def test_threads_share_the_leader_and_without_it_only_one_of_them_calls(run_ranks: RankPool) -> None:
     (one, two, *refused), others = run_ranks(2, _threads)
     assert max(one, two) <= 1e-5
@@ -472,6 +473,7 @@ def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | N
     return follow(pipe, loop)
 
 
+@pytest.mark.full
 def test_a_call_whose_steps_overlap_is_cancelled_before_its_next_forward(run_ranks: RankPool) -> None:
     said, forwards = run_ranks(2, _cancelled_while_steps_overlap)[0]
     assert said == "the call was cancelled"
@@ -504,6 +506,7 @@ def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
     return said, _error(_first(pipe(**_inputs(*FLUX, 0))), expected)
 
 
+@pytest.mark.full
 def test_after_ctrl_c_on_all_ranks_the_pipeline_can_be_made_parallel_again(run_ranks: RankPool) -> None:
     for (deep, pickled, unusable), error in run_ranks(3, _interrupted):
         assert deep == pickled

@@ -100,6 +100,7 @@ CASES = [  # pipeline, family, ranks, mode, cfg, what is special
 
 
 @pytest.mark.parametrize(("name", "family", "world", "mode", "cfg", "change"), CASES)
+@pytest.mark.default(1)
 def test_graphs_give_the_bits_of_eager_forwards(
     run_ranks: RankPool, name: str, family: str, world: int, mode: str, cfg: int, change: str
 ) -> None:
@@ -151,6 +152,7 @@ def _journey(rank: int, world: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_what_one_rank_does_differently_is_noticed_by_all(run_ranks: RankPool, world: int) -> None:
     for found in run_ranks(world, _journey):
         assert "hidden_states differ" in found[0] or "latents" in found[0]

@@ -90,6 +90,7 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
 
 
 @pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "numpy"])
+@pytest.mark.default(2)
 def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str) -> None:
     world = 3
     if how == "numpy":
@@ -194,6 +195,7 @@ def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: in
     ("ring", "ulysses", "cfg", "rows"),
     [(2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4)],
 )
+@pytest.mark.default("2-3")
 def test_a_custom_loop_with_split_and_gather_is_exact(
     run_ranks: RankPool, ring: int, ulysses: int, cfg: int, rows: int
 ) -> None:
@@ -285,6 +287,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         ("twice", "PlanError: WanPipeline is already context-parallel"),
     ],
 )
+@pytest.mark.default(3)
 def test_pipeline_calls_that_cannot_be_distributed_are_refused_on_every_rank(
     run_ranks: RankPool, what: str, told: str
 ) -> None:
@@ -318,6 +321,7 @@ def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder
 
 
 @pytest.mark.parametrize(("world", "ring", "per_call"), [(3, 1, 2), (4, 2, 1)])
+@pytest.mark.default(1)
 def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
     run_ranks: RankPool, world: int, ring: int, per_call: int
 ) -> None:

@@ -97,6 +97,7 @@ _DEFAULT = ("prompts", "branches")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
 )
+@pytest.mark.default(1)
 def test_micro_batches_are_exact_and_stages_wait_at_most_once_a_step(run_ranks: RankPool, case: str) -> None:
     name, world, settings, inputs, forwards, waits = _CASES[case]
     for found in run_ranks(world, _compare, name, settings, inputs):
@@ -149,6 +150,7 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
         pytest.param(4, "sd3", {"patches": 3, "cfg": 2}, {}, [1, 7], marks=pytest.mark.full, id="cfg"),
     ],
 )
+@pytest.mark.full
 def test_a_stage_that_runs_out_of_memory_ends_the_call_on_all_by_name(
     run_ranks: RankPool, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any], at: list[int]
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case
 
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("helios_pyramid", marks=pytest.mark.full), "ltx_long"])
+@pytest.mark.default(1)
 def test_whole_evaluations_only_are_exact(name: str) -> None:
     """Each window of a long video, and each resolution of a pyramid, has a denoising loop with other tokens."""
     plain, pipe = _pipe(name), _pipe(name)
@@ -111,6 +112,7 @@ def test_more_patches_than_tokens_of_the_first_resolution_raise_on_all_ranks(run
         assert works
 
 
+@pytest.mark.full
 def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
     pipe, fresh = _pipe("flux"), _pipe("flux")
     for one in (pipe, fresh):
@@ -225,6 +227,7 @@ def _in_inference_mode(rank: int, world: int, name: str, settings: dict[str, Any
         pytest.param("cosmos2_text_to_image", {"cfg": 2}, marks=pytest.mark.full, id="cfg only"),
     ],
 )
+@pytest.mark.full
 def test_inference_mode_changes_nothing(run_ranks: RankPool, name: str, settings: dict[str, Any]) -> None:
     """Lazy tensors get whole operators there: some views of them are copies."""
     for errors in run_ranks(2, _in_inference_mode, name, settings):

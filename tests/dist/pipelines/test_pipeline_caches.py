@@ -138,6 +138,7 @@ _QUICK = ("wan", "first_block"), ("flux_true_cfg", "mag")
         for trial in _TRIALS
     ],
 )
+@pytest.mark.default(1)
 def test_latents_are_those_of_one_process_with_the_cache(
     run_ranks: RankPool, name: str, cache: str, world: int, ways: list[str]
 ) -> None:
@@ -175,6 +176,7 @@ def _failed(rank: int, world: int) -> float:
     return float((together - alone).abs().max() / alone.abs().max())
 
 
+@pytest.mark.full
 def test_a_call_after_a_failed_one_starts_with_an_empty_cache(run_ranks: RankPool) -> None:
     assert max(run_ranks(3, _failed, timeout_s=120)) < 1e-4
 

@@ -170,6 +170,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("feature", "when"), TRIED)
+@pytest.mark.default(1)
 def test_features_give_one_process_latents(run_ranks: RankPool, feature: str, when: str) -> None:
     others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
     for found in run_ranks(2, _tried, "flux_true_cfg", feature, when, list(WAYS), others, timeout_s=240):
@@ -235,6 +236,7 @@ def _gathers(rank: int, world: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_only_the_first_layer_is_gathered_after_what_was_computed_before(run_ranks: RankPool, world: int) -> None:
     for forwards, waits, gathers in run_ranks(world, _gathers):
         assert waits == forwards == 4

@@ -71,6 +71,7 @@ def _stalls(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
     return of_call, bool(follow(pipe, loop))
 
 
+@pytest.mark.full
 def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(
     run_ranks: RankPool, tmp_path: Path
 ) -> None:

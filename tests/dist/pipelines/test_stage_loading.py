@@ -70,6 +70,7 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
         pytest.param(2, "sd3", {"pipe": [1, 2], "patches": 3}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_rank_reads_the_weights_of_its_stage(
     run_ranks: RankPool, tmp_path: Path, world: int, name: str, settings: dict[str, Any]
 ) -> None:

@@ -53,6 +53,7 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
         (3, {"pipe": 3, "patches": 3}),
     ],
 )
+@pytest.mark.full
 def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
     for error, entries, positions, fake in run_ranks(world, _new_sizes, settings):
         assert error < 1e-12

@@ -105,6 +105,7 @@ _DEFAULT = ("cfg_calls",)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
 )
+@pytest.mark.full
 def test_stages_do_not_wait_between_steps_and_the_result_is_the_same(run_ranks: RankPool, case: str) -> None:
     name, scheduler, world, degrees, settings, inputs, waits = _CASES[case]
     for found in run_ranks(world, _compare, name, scheduler, degrees, settings, inputs, ""):

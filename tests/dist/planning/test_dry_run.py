@@ -90,6 +90,7 @@ _CASES += [("flux", name, "sample", False) for name in ("2 x 2", "sharded")]
 
 
 @pytest.mark.parametrize(("name", "layout_name", "task", "lora"), full_unless(lambda *case: case == _CASES[0], _CASES))
+@pytest.mark.full
 def test_a_dry_run_equals_a_step(run_ranks: RankPool, name: str, layout_name: str, task: str, lora: bool) -> None:
     layout = _LAYOUTS[layout_name]
     found = run_ranks(layout.ranks, _real, name, layout, task, lora)

@@ -80,6 +80,7 @@ def _both(rank: int, world: int, flavour: str, kind: str) -> tuple[tuple[int, in
         pytest.param("pytorch", "ContextParallelFSDPStrategy", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool, flavour: str, kind: str) -> None:
     results = run_ranks(2, _both, flavour, kind, init=False)
     for degrees, planned, by_hand in results:

@@ -136,6 +136,7 @@ def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) ->
         ("fabric", "generator", 3, False),
     ],
 )
+@pytest.mark.default("shuffled")
 def test_one_data_group_sees_the_batches_of_one_process(
     run_ranks: RankPool, flavour: str, kind: str, world: int, sharded: bool
 ) -> None:
@@ -154,6 +155,7 @@ def _several_groups(rank: int, world: int, ring: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "ring"), [(4, 2), (3, 1)])
+@pytest.mark.default("3-1")
 def test_each_data_group_takes_its_share_of_a_users_batches(run_ranks: RankPool, world: int, ring: int) -> None:
     everyone = run_ranks(world, _several_groups, ring, init=False)
     assert all(everyone[rank] == everyone[rank - rank % ring] for rank in range(world))
@@ -186,6 +188,7 @@ def _same_batches(rank: int, world: int, how: str) -> list[list[int]]:
     ("how", "different"),
     [("refused", False), ("marked", False), ("validated", False), ("divided", True), ("by random numbers", True)],
 )
+@pytest.mark.default(1)
 def test_groups_that_train_on_the_same_batches_are_refused(run_ranks: RankPool, how: str, different: bool) -> None:
     zero, one, two, three = run_ranks(4, _same_batches, how, init=False)
     assert (zero, two) == (one, three)

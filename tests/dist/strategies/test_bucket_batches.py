@@ -173,6 +173,7 @@ def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bo
         pytest.param((3, 1), (4, 2), 7, True, marks=FULL),
     ],
 )
+@pytest.mark.full
 def test_a_trainer_that_resumes_in_an_epoch_at_another_degree_sees_the_same_samples(
     run_ranks: RankPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], at: int, endless: bool
 ) -> None:

@@ -103,11 +103,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "world", "settings"),
-    [
-        pytest.param("cp", 2, {}, marks=pytest.mark.full),
-        pytest.param("cp_fsdp", 2, {"reshard_after_forward": False}, marks=pytest.mark.full),
-        ("cp_fsdp", 3, {}),
-    ],
+    [("cp", 2, {}), ("cp_fsdp", 2, {"reshard_after_forward": False}), ("cp_fsdp", 3, {})],
 )
 def test_weights_are_averaged_and_validated_and_training_goes_on_with_its_own(
     run_ranks: RankPool, kind: str, world: int, settings: dict[str, Any]
@@ -139,7 +135,8 @@ def _fitted_twice(rank: int, world: int, kind: str) -> tuple[list[Tensor], Tenso
         return recorder.after, flat(module)
 
 
-@pytest.mark.parametrize("kind", ["cp_fsdp", pytest.param("cp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["cp_fsdp", "cp"])
+@pytest.mark.default(1)
 def test_a_second_fit_continues_the_average(run_ranks: RankPool, kind: str) -> None:
     torch.manual_seed(3)
     kept = flat(Watched())
@@ -196,6 +193,7 @@ def _refused(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_other_averages_are_used_or_refused(run_ranks: RankPool, tmp_path: Path) -> None:
     for both, unlike in run_ranks(2, _refused, str(tmp_path), init=False):
         assert both.startswith("SamplingCallback(ema_decay=0.9) and EMACallback both average the weights")

@@ -207,6 +207,7 @@ def _peers(rank: int, world: int, check_peers: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("check_peers", "refused"), [("first", [1]), ("always", [1, 3]), ("off", [])])
+@pytest.mark.default(1)
 def test_differing_peers_are_refused_as_often_as_check_peers_says(
     run_ranks: RankPool, check_peers: str, refused: list[int]
 ) -> None:

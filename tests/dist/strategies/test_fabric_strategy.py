@@ -75,6 +75,7 @@ def _train(
     ),
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.default(1)
 def test_gradients_are_those_of_one_process_on_the_global_batch(
     run_ranks: RankPool, tmp_path: Path, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:

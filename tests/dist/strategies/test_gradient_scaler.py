@@ -77,6 +77,7 @@ _NORM, _VALUE = {"max_norm": 0.01}, {"clip_val": 1e-3}
         pytest.param("cp_fsdp", 4, {"ring": 2, "replicate": 2}, _NORM, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     run_ranks: RankPool, kind: str, world: int, settings: dict[str, Any], clip: dict[str, Any]
 ) -> None:

@@ -89,6 +89,7 @@ def _trained(rank: int, world: int, flavour: str, kind: str, degrees: dict[str, 
         pytest.param(2, "trainer", {"ulysses": 2}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_penalties_train_as_in_one_process(
     run_ranks: RankPool, kind: str, world: int, flavour: str, degrees: dict[str, int]
 ) -> None:

@@ -127,6 +127,7 @@ def _trained(rank: int, world: int, flavour: str, kind: str, how: str, settings:
         ("trainer", "cp_fsdp", "meta", 3),
     ],
 )
+@pytest.mark.default(1)
 def test_training_starts_from_the_first_ranks_weights(
     run_ranks: RankPool, flavour: str, kind: str, how: str, world: int
 ) -> None:
@@ -195,6 +196,7 @@ def _refused(rank: int, world: int, flaw: str, kind: str) -> str:
         ("meta", "encoder.weight is on the meta device on rank 0 and initialised on rank 1"),
     ],
 )
+@pytest.mark.default(1)
 def test_ranks_with_different_modules_are_refused_on_every_rank(
     run_ranks: RankPool, kind: str, flaw: str, said: str
 ) -> None:

@@ -101,6 +101,7 @@ def _on_ranks(rank: int, world: int, kind: str, cases: list[tuple[str, str]], on
         ("cp_fsdp", [("on_fit_start", "ours")], "encoder"),
     ],
 )
+@pytest.mark.default(1)
 def test_weights_loaded_on_the_first_rank_are_shared_before_they_are_copied(
     run_ranks: RankPool, kind: str, cases: list[tuple[str, str]], only: str | None
 ) -> None:

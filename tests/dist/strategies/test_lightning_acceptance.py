@@ -175,6 +175,7 @@ def _stages(rank: int, world: int, folder: str, kind: Any, settings: dict[str, A
         (pytorch.ContextParallelFSDPStrategy, {"save_distributed_checkpoint": False}),
     ],
 )
+@pytest.mark.default(1)
 def test_one_trainer_goes_through_all_stages_with_checkpoints_that_have_optimizers_or_not(
     run_ranks: RankPool, tmp_path: Path, kind: Any, settings: dict[str, Any]
 ) -> None:
@@ -268,6 +269,7 @@ def _made(rank: int, world: int, flavour: str, name: str, precision: str, empty:
 @pytest.mark.parametrize("name", ["ContextParallelStrategy", "ContextParallelFSDPStrategy"])
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", "float32"), ("bf16-true", "bfloat16")])
 @pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.default(1)
 def test_modules_are_made_in_the_dtype_and_without_storage_where_they_will_be_sharded(
     run_ranks: RankPool, flavour: str, name: str, precision: str, dtype: str, empty: bool
 ) -> None:

@@ -62,6 +62,7 @@ def _gradients(rank: int, world: int, kind: str, settings: dict[str, Any]) -> tu
     ],
     ids=["ring of 2", "ring of 3", "Ulysses, LoRA", "DDP and ring", "FSDP2 and ring", "FSDP2, ring of 3, LoRA"],
 )
+@pytest.mark.full
 def test_gradients_are_those_of_full_checkpointing(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
     full = run_ranks(world, _gradients, "full", settings, init=False)
     offloaded = run_ranks(world, _gradients, "offload", settings, init=False)

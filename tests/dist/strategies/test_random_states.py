@@ -107,6 +107,7 @@ def _unseeded(rank: int, world: int, kind: str, ring: int, shuffle: bool) -> tup
         (4, 2, "cp_fsdp", True),
     ],
 )
+@pytest.mark.default(1)
 def test_peers_draw_equal_numbers_without_a_seed_and_groups_do_not(
     run_ranks: RankPool, world: int, ring: int, kind: str, shuffle: bool
 ) -> None:
@@ -171,6 +172,7 @@ def _interrupted(rank: int, world: int, folder: str, kind: str, at: int, augment
 @pytest.mark.parametrize(
     ("kind", "at", "augments"), [("cp", 2, False), pytest.param("cp_fsdp", 3, False, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_a_resumed_fit_draws_what_it_would_have_drawn(
     run_ranks: RankPool, tmp_path: Path, kind: str, at: int, augments: bool
 ) -> None:
@@ -206,6 +208,7 @@ def _regrouped(rank: int, world: int, path: Path, ring: int) -> tuple[Tensor, Te
     return noise, torch.rand(3)
 
 
+@pytest.mark.full
 def test_another_number_of_data_groups_draws_new_numbers(run_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     before = run_ranks(4, _saved, path, [1, 1, 2, 2], init=False)

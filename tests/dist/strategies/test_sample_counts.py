@@ -78,6 +78,7 @@ def _of_trainer(rank: int, world: int, kind: str, ring: int) -> tuple[dict[str, 
         pytest.param(2, 1, "cp", marks=full),
     ],
 )
+@pytest.mark.default(1)
 def test_the_trainers_sums_and_metrics_count_samples(run_ranks: RankPool, world: int, ring: int, kind: str) -> None:
     groups = world // ring
     for logged, gathered, multiplier in run_ranks(world, _of_trainer, kind, ring):

@@ -74,6 +74,7 @@ def _train(rank: int, world: int, settings: dict[str, Any]) -> dict[str, float]:
         (4, {"ring": 2, "replicate": 2}, 2, 2),
     ],
 )
+@pytest.mark.default(1)
 def test_gradients_are_those_of_one_process_and_weights_are_shared(
     run_ranks: RankPool, world: int, settings: dict[str, Any], data: int, holders: int
 ) -> None:
@@ -125,6 +126,7 @@ def _fit(rank: int, world: int, settings: dict[str, Any], accumulate: int) -> fl
         (4, {"ring": 2}, 2),
     ],
 )
+@pytest.mark.full
 def test_the_trainer_fits_as_one_process(
     run_ranks: RankPool, world: int, settings: dict[str, Any], accumulate: int
 ) -> None:
@@ -184,6 +186,7 @@ def _given_mesh(rank: int, world: int) -> tuple[float, float, tuple[int, int]]:
     return found["gradient"], found["share"], (strategy.data_rank, strategy.data_size)
 
 
+@pytest.mark.full
 def test_weights_are_sharded_along_the_fsdp_axis_of_a_given_mesh(run_ranks: RankPool) -> None:
     results = run_ranks(4, _given_mesh)
     for gradient, share, _ in results:
@@ -245,6 +248,7 @@ def _lora(rank: int, world: int, precision: str) -> tuple[float, list[bool]]:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.05)])
+@pytest.mark.default(1)
 def test_lora_on_a_frozen_base_that_is_sharded(run_ranks: RankPool, precision: str, tolerance: float) -> None:
     for error, untouched in run_ranks(2, _lora, precision, init=False):
         assert error < tolerance

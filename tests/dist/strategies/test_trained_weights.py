@@ -112,6 +112,7 @@ def _followed(rank: int, world: int, kind: str, how: str) -> tuple[float, float]
 
 
 @pytest.mark.parametrize(("kind", "how"), FOLLOWED)
+@pytest.mark.default(1)
 def test_a_change_between_steps_trains_as_in_one_process(run_ranks: RankPool, kind: str, how: str) -> None:
     for error, moved in run_ranks(3, _followed, kind, how, init=False):
         assert error < 1e-5
@@ -235,6 +236,7 @@ def _drawn(rank: int, world: int, name: str, settings: dict[str, Any]) -> tuple[
         ("plain.blocks.0.qkv.weight", 4, {"replicate": 2}, "plain.blocks.0.qkv.weight of shard [0]"),
     ],
 )
+@pytest.mark.default(1)
 def test_other_values_in_replicated_weights_are_refused_on_every_rank(
     run_ranks: RankPool, name: str, world: int, settings: dict[str, Any], shown: str
 ) -> None:

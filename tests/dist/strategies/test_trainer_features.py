@@ -84,6 +84,7 @@ def _feature(rank: int, world: int, name: str) -> float:
         pytest.param("compiled blocks, checkpointed", 1e-4, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default("bf16")
 def test_a_feature_trains_as_in_one_process(run_ranks: RankPool, name: str, tolerance: float) -> None:
     errors = run_ranks(4, _feature, name, init=False)
     assert max(errors) < tolerance
@@ -119,6 +120,7 @@ def _callbacks(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_callbacks_and_loggers_work_as_ever(run_ranks: RankPool, tmp_path: Path) -> None:
     results = run_ranks(4, _callbacks, str(tmp_path), init=False)
     assert all(found == {**results[0], "same": found["same"]} for found in results)

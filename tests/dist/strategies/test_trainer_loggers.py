@@ -145,6 +145,7 @@ def _drawn(rank: int, world: int, kind: str) -> tuple[list[float], str]:
 
 
 @pytest.mark.parametrize(("kind", "label"), [("tqdm", "shown="), ("rich", "shown: ")])
+@pytest.mark.default(1)
 def test_only_the_first_rank_draws_a_progress_bar(run_ranks: RankPool, kind: str, label: str) -> None:
     (losses, drawn), *others = run_ranks(4, _drawn, kind, init=False)
     assert [written for _, written in others] == [""] * 3

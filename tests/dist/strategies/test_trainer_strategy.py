@@ -69,6 +69,7 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int, shares
         pytest.param(4, 2, 1, 1, [2, 1], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_fit_is_one_process_on_the_global_batch(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, accumulate: int, shares: list[int] | None
 ) -> None:
@@ -145,6 +146,7 @@ def _named(rank: int, world: int, name: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("name", "place"), [("cp", (1, 1, 2)), ("cp_ring", (2, 1, 1)), ("cp_ulysses", (1, 2, 1))])
+@pytest.mark.default(1)
 def test_a_name_is_enough(run_ranks: RankPool, name: str, place: tuple[int, int, int]) -> None:
     assert run_ranks(2, _named, name, init=False) == [place, place]
 

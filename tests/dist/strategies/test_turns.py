@@ -86,6 +86,7 @@ def _fit(rank: int, world: int, kind: str | None, settings: dict[str, Any]) -> l
         pytest.param("cp", {}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_modules_that_take_turns_train_and_are_averaged_as_in_one_process(
     run_ranks: RankPool, kind: str, settings: dict[str, Any]
 ) -> None:

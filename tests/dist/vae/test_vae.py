@@ -101,6 +101,7 @@ def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.d
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.full) if x in ("mochi", "wan") else x for x in [*QUICK, "allegro"]]
 )
+@pytest.mark.default(1)
 def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> None:
     features.compared("VAE decoded and encoded by tiles", _check(run_ranks, 3, name, "tiles", torch.float32))
 
@@ -152,6 +153,7 @@ def test_tiles_keep_the_order_of_their_dims_in_memory(run_ranks: RankPool) -> No
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.full) if x in ("hunyuan", "magvit") else x for x in QUICK]
 )
+@pytest.mark.default(1)
 def test_halos_give_the_whole_within_rounding(run_ranks: RankPool, name: str) -> None:
     features.compared("VAE decoded and encoded by rows", _check(run_ranks, 3, name, "halos", torch.float64))
 

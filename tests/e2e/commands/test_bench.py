@@ -57,6 +57,7 @@ def _assert_attention_sends_what_it_should(by_name: dict[tuple[str, str], dict[s
     assert {"lightning_cp::exchange", "lightning_cp::wait"} <= names
 
 
+@pytest.mark.full
 def test_attention_is_measured_in_every_mode(tmp_path: Path) -> None:
     done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", "workloads=[attention]")
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_the_plan_of_the_guide_is_short_and_exact(cold: bool, folder: Path) -> None:
     assert len(_GUIDE[1].splitlines()) <= 20
     done = _check(folder, "model=my_model.py", "plan=my_model.py", "ranks=4", cold=cold)

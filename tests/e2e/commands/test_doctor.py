@@ -24,6 +24,7 @@ def _ran(script: Path, *arguments: str, cold: bool = False) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_the_doctor_tries_every_mode_and_is_content(cold: bool) -> None:
     told = _ran(DOCTOR, "timeout=120", cold=cold)
     assert told.returncode == 0, told.stdout + told.stderr

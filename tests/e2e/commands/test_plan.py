@@ -148,6 +148,7 @@ def test_invalid_settings_are_refused_in_one_line(tmp_path: Path) -> None:
         ("fixed.ring=3", "no layout of 8 ranks has these degrees"),
     ],
 )
+@pytest.mark.default(1)
 def test_settings_that_cannot_be_planned(setting: str, message: str) -> None:
     add = "+" if setting.startswith("fixed.pipe") else ""  # conf/plan does not have it
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -177,6 +178,7 @@ def test_a_calibration_is_a_device_for_the_planner(tmp_path: Path) -> None:
     assert all(device[name] > 0 for name in rates)
 
 
+@pytest.mark.full
 def test_a_multirun_ends_with_a_table_of_its_choices(tmp_path: Path) -> None:
     found = _plan(tmp_path, "-m", *_SMALL[:2], "ranks=1,2", "memory_gb=2.0001,4", "hydra.sweep.dir=run")
     assert found.returncode == 0, found.stderr

@@ -21,6 +21,7 @@ def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ["wan", pytest.param("wan_two_experts", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     table("wan")[name].make().save_pretrained(tmp_path / "pipeline")

@@ -37,6 +37,7 @@ def _change_config(folder: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+@pytest.mark.full
 def test_a_stale_cache(flux: Path) -> None:
     from diffusers import AutoencoderKL
 
@@ -166,6 +167,7 @@ def test_validation_larger_than_a_folder_of_media(flux: Path) -> None:
         (("sampling=midpoint", "sampling.every=2"), "needs sampling=prompts"),
     ],
 )
+@pytest.mark.default(1)
 def test_settings_that_contradict(flux: Path, overrides: tuple[str, ...], message: str) -> None:
     assert message in error_of(_tune(flux, "settings", *overrides))
 

@@ -77,6 +77,7 @@ def test_losses_are_the_same_with_and_without_pictures(flux: Path, options: tupl
 @pytest.mark.parametrize(
     "options", [("lora.rank=4", "lora.alpha=32"), pytest.param(("lora=null",), marks=pytest.mark.full)], ids=" ".join
 )
+@pytest.mark.full
 def test_plain_diffusers_draws_equal_pictures(flux: Path, options: tuple[str, ...]) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 

@@ -31,6 +31,7 @@ def settings(pipe: Path, data: Path, output: Path, *more: str) -> list[str]:
     return [f"model.pretrained={pipe}", f"data.path={data}", f"output={output}", "precompute.dtype=float32", *more]
 
 
+@pytest.mark.full
 def test_clips_on_two_ranks_of_its_own(tmp_path: Path) -> None:
     data, pipe = clips(tmp_path / "data"), pipeline(tmp_path / "pipe", "wan")
     (data / "bad.mp4").write_bytes(b"no video")
@@ -118,6 +119,7 @@ def test_two_runs_write_one_cache_together(tmp_path: Path) -> None:
         ("precompute.workers=3", "workers"),
     ],
 )
+@pytest.mark.default(1)
 def test_bad_settings_are_one_line_before_anything_slow(change: str, message: str, tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from hydra.errors import ConfigCompositionException
@@ -141,6 +143,7 @@ def test_bad_settings_are_one_line_before_anything_slow(change: str, message: st
     assert "\n" not in str(raised.value) or "precompute.workers" in change
 
 
+@pytest.mark.full
 def test_a_refused_setting_exits_with_2_and_help_lists_every_setting(tmp_path: Path) -> None:
     done = ran("data.path=x", folder=tmp_path / "run")
     assert (done.exit_code, error_of(done)) == (

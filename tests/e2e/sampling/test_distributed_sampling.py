@@ -89,6 +89,7 @@ def _check(folder: Path, pictures: dict[str, str]) -> None:
         (2, "our_stages.py", {"our_stages.png": "tokens"}),
     ],
 )
+@pytest.mark.default(1)
 def test_scripts_give_the_pictures_of_one_process(
     run_ranks: RankPool, here: Path, world: int, name: str, pictures: dict[str, str]
 ) -> None:

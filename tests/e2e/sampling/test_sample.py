@@ -61,6 +61,7 @@ def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> None:
     assert pictures(alone).shape == (10, 8, 8)
     assert len({one.tobytes() for one in pictures(alone)}) == 10
@@ -184,6 +185,7 @@ def test_a_step_cache_of_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
     assert float(re.search(r"The step cache skipped ([\d.]+)%", done.stdout)[1]) > 5
 
 
+@pytest.mark.full
 def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tmp_path: Path) -> None:
     done = sampled(f"source={pipeline}", "prompts=a cat", "+call.size=3", folder=tmp_path / "out")
     assert done.exit_code == 1
@@ -191,6 +193,7 @@ def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tm
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_help_lists_every_setting() -> None:
     command = [sys.executable, str(RECIPE), "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True).stdout

@@ -33,6 +33,7 @@ ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_ever
         pytest.param("max_steps=", "max_steps=", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.default(1)
 def test_bad_settings_are_refused_at_once(given: str, said: str, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     # In a new program: a warm one has imported everything.
@@ -82,6 +83,7 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_complete(victim: str, tm
         pytest.param(signal.SIGTERM, "lightning", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_stopped_job_writes_a_checkpoint_and_resumes_from_it(number: int, trainer: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(*ENDLESS, f"trainer={trainer}", folder=folder) as process:

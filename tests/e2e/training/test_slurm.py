@@ -23,6 +23,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_jobs_of_a_sweep_become_jobs_of_slurm(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep(
@@ -112,6 +113,7 @@ def test_a_job_that_exceeds_its_time_is_requeued_and_resumes(slurm: Path, tmp_pa
         ("strategy=cp ring=2 num_nodes=2 accelerator=cpu", "set devices to the number of ranks per node"),
     ],
 )
+@pytest.mark.default(1)
 def test_what_slurm_could_not_run_is_not_submitted(slurm: Path, tmp_path: Path, settings: str, said: str) -> None:
     ran = sweep("launcher=slurm", *settings.split(), folder=tmp_path / "sweep")
     assert ran.returncode == 2

@@ -44,6 +44,7 @@ sys.exit(code)
         ("sample.py", "--help", 0),
     ],
 )
+@pytest.mark.default(1)
 def test_help_and_a_refused_setting_import_nothing_heavy(
     recipe: str, argument: str, exit_code: int, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def statuses(outcomes: list[Outcome]) -> list[Status]:
 
 
 @pytest.mark.parametrize("worlds", [(2, 3, 1), pytest.param((1, 2, 3, 2, 1), marks=pytest.mark.full)])
+@pytest.mark.full
 def test_jobs_of_changing_worlds_are_each_a_fresh_start(worlds: tuple[int, ...], tmp_path: Path) -> None:
     folder, jobs = tmp_path / "sweep", len(worlds)
     ran = sweep("strategy=cp", f"ring={','.join(map(str, worlds))}", folder=folder)
@@ -77,6 +78,7 @@ def test_a_failed_job_affects_no_other_job_and_is_listed_at_the_end(tmp_path: Pa
     assert math.isnan(outcomes[0].loss)
 
 
+@pytest.mark.full
 def test_bad_settings_of_one_job_affect_no_other_and_the_folder_may_exist(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     (folder / "mine").mkdir(parents=True)
@@ -109,6 +111,7 @@ def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
+@pytest.mark.full
 def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     overrides = (f"hydra.sweep.dir={folder}", "strategy=cp", "ring=2", "+fault=none,hang,none", "-m")

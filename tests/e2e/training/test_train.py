@@ -61,6 +61,7 @@ def test_a_run_writes_the_files_that_it_lists(one_process: Finished) -> None:
         pytest.param("strategy=cp_fsdp ring=2 data_parallel=2", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished, tmp_path: Path) -> None:
     finished = run(*_cp(degrees), *HERE, folder=tmp_path / "run", cold="ring=2" in degrees)
     assert_same_training(finished, one_process)
@@ -105,6 +106,7 @@ def test_a_resumed_run_goes_on_exactly(trainer: str, one_process: Finished, tmp_
     assert torch.equal(weights(resumed), weights(one_process))
 
 
+@pytest.mark.full
 def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
     one_process: Finished, tmp_path: Path
 ) -> None:

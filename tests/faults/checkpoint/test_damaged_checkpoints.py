@@ -187,6 +187,7 @@ def test_a_checkpoint_that_replaces_the_listed_one_is_found(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("which", ["new", "same"])
+@pytest.mark.default(1)
 def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path, which: str) -> None:
     warnings.simplefilter("ignore")
     parent = tmp_path / "run" / "checkpoints"

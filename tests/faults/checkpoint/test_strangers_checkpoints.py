@@ -115,6 +115,7 @@ def test_members_of_an_enum_that_old_pythons_get_by_getattr_are_read(tmp_path: P
 
 
 @pytest.mark.parametrize("gadget", GADGETS, ids=lambda gadget: gadget.__name__)
+@pytest.mark.default(3)
 def test_no_gadget_runs_in_an_index(tmp_path: Path, ran: Path, gadget: Callable[[Path], bytes]) -> None:
     folder = written(tmp_path / "saved")
     (folder / ".metadata").write_bytes(before(pickle.dumps(index_of(folder), 2), gadget(ran)))
@@ -129,6 +130,7 @@ def test_no_gadget_runs_in_an_index(tmp_path: Path, ran: Path, gadget: Callable[
 
 
 @pytest.mark.parametrize("gadget", GADGETS, ids=lambda gadget: gadget.__name__)
+@pytest.mark.default(3)
 def test_no_gadget_runs_in_a_file(tmp_path: Path, ran: Path, gadget: Callable[[Path], bytes]) -> None:
     path = saved_with(tmp_path / "all.ckpt", state(), gadget(ran))
     with pytest.raises(CheckpointError, match=r"all\.ckpt .*(weights_only=False|damaged|pickle|id)") as caught:
@@ -265,6 +267,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.default(2)
 def test_a_damaged_index_is_one_error(tmp_path: Path, damage: str) -> None:
     folder = written(tmp_path / "saved")
     (tmp_path / "outside.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
@@ -300,6 +303,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.default("text that is not UTF")
 def test_a_pickle_that_is_no_index_is_one_error(tmp_path: Path, content: str) -> None:
     folder = written(tmp_path / "saved")
     (folder / ".metadata").write_bytes(CONTENTS[content])

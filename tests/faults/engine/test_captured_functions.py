@@ -152,5 +152,6 @@ def _compiled_before(rank: int, world: int, has_other: bool) -> float:
 
 
 @pytest.mark.parametrize("has_other", [False, True])
+@pytest.mark.default(1)
 def test_functions_that_were_compiled_before_are_followed(run_ranks: RankPool, has_other: bool) -> None:
     assert max(run_ranks(3, _compiled_before, has_other)) < _EXACT

@@ -156,6 +156,7 @@ def _trials() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "mode", "change"), list(_trials()))
+@pytest.mark.default(1)
 def test_processors_and_new_blocks_are_followed_exactly(run_ranks: RankPool, name: str, mode: str, change: str) -> None:
     for output, gradient in run_ranks(3, _followed, name, mode, change, False):
         assert output < _EXACT
@@ -201,6 +202,7 @@ def _with_lora(model: Any) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "lora"])
 @pytest.mark.parametrize(("name", "mode"), [("flux", "ring"), ("wan", "ulysses")])
+@pytest.mark.default("ring-plain", "ulysses-reentrant")
 def test_deep_copies_train_as_the_original_does(run_ranks: RankPool, name: str, mode: str, how: str) -> None:
     for output, gradient in run_ranks(3, _copied, name, mode, how):
         assert output < _EXACT

@@ -38,6 +38,7 @@ def _interrupting(error: type[BaseException], after: int) -> Any:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["forward", "replay"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+@pytest.mark.default(1)
 def test_nothing_is_left_of_an_interrupted_forward(error: type[BaseException], where: str, reentrant: bool) -> None:
     model, arguments = wan().build(), wan().arguments()
     model.train().enable_gradient_checkpointing(partial(checkpoint, use_reentrant=reentrant))
@@ -68,6 +69,7 @@ def test_nothing_is_left_of_an_interrupted_forward(error: type[BaseException], w
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("save", ["pickle", "torch"])
+@pytest.mark.default(1)
 def test_a_parallel_model_is_not_pickled_but_its_weights_are(save: str, copied: bool) -> None:
     model = wan().build()
     apply_context_parallel(model, ContextParallelConfig())

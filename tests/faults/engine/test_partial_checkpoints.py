@@ -65,6 +65,7 @@ def _run(rank: int, world: int, checkpointed: str, reentrant: bool) -> tuple[flo
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("checkpointed", ["module", "function", "nested"])
+@pytest.mark.default("module-False", "function-True")
 def test_a_checkpointed_part_that_attends_is_exact(run_ranks: RankPool, checkpointed: str, reentrant: bool) -> None:
     for errors in run_ranks(3, _run, checkpointed, reentrant):
         assert max(errors) < _EXACT

@@ -74,6 +74,7 @@ def _local_among_others(rank: int, world: int, mode: str, video: int, text: int)
 
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @pytest.mark.parametrize(("video", "text"), [(15, 7), (15, 5), (15, 15), (16, 5), (16, 6)])
+@pytest.mark.default("7-ring", "16-5-ulysses")
 def test_local_calls_beside_others_in_one_module_are_exact(
     run_ranks: RankPool, mode: str, video: int, text: int
 ) -> None:

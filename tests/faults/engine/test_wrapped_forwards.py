@@ -131,6 +131,7 @@ def _wrapped(rank: int, world: int, name: str, by: str, before: bool) -> None:
         lambda name, by, before: before == (name == "wan"), product(("wan", "plain"), _WRAPPERS, (True, False))
     ),
 )
+@pytest.mark.default("wan-accelerate", "wan-diffusers in its place", "diffusers-False")
 def test_wrappers_of_forward_are_followed(run_ranks: RankPool, name: str, by: str, before: bool) -> None:
     run_ranks(2, _wrapped, name, by, before)
 

@@ -131,6 +131,7 @@ def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_writers_that_are_killed_lose_and_double_nothing_and_three_runs_complete_it(tmp_path: Path, kills: int) -> None:
     command = [sys.executable, "-m", "tests.faults.finetune.latent_cache_kills", str(tmp_path / "cache"), str(kills)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)

@@ -125,6 +125,7 @@ READ: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", OPENED)
+@pytest.mark.default(2)
 def test_damage_is_noticed_when_the_cache_is_opened(tmp_path: Path, damage: str) -> None:
     folder, (do, message) = tmp_path / "cache", OPENED[damage]
     make(folder)
@@ -138,6 +139,7 @@ def test_damage_is_noticed_when_the_cache_is_opened(tmp_path: Path, damage: str)
 
 
 @pytest.mark.parametrize("damage", READ)
+@pytest.mark.default(1)
 def test_damage_is_noticed_when_a_sample_is_read_and_repaired_as_the_error_says(tmp_path: Path, damage: str) -> None:
     made, (do, message) = make(tmp_path), READ[damage]
     do(tmp_path)

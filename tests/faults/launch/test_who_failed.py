@@ -29,6 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "rank"), CASES)
+@pytest.mark.full
 def test_the_rank_that_left_the_collectives_is_named(how: str, rank: int, tmp_path: Path) -> None:
     OmegaConf.save(OmegaConf.create({"rank": rank, "how": how}), tmp_path / "config.yaml")
     job = Job(f"{TARGETS}:end_in_collectives", tmp_path / "config.yaml", 3, tmp_path / "logs", threads=1)

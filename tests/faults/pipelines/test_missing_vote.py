@@ -50,6 +50,7 @@ def _set_timeout(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("calls", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_rank_without_a_vote_ends_the_others_in_time(run_ranks: RankPool, tmp_path: Path, calls: int) -> None:
     first, _, last = run_ranks(3, _missing, calls, str(tmp_path))
     for said, again in (first, last):

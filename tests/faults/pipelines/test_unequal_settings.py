@@ -47,6 +47,7 @@ def _raised(rank: int, world: int, one: dict[str, Any], other: dict[str, Any]) -
         ({"ring_degree": 3, "vae": False}, {"ring_degree": 3}, "vae", ("'auto'", "False")),
     ],
 )
+@pytest.mark.default(1)
 def test_settings_that_differ_are_named_on_all_ranks(
     run_ranks: RankPool, one: dict[str, Any], other: dict[str, Any], name: str, values: tuple[str, str]
 ) -> None:

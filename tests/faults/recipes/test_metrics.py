@@ -62,6 +62,7 @@ def resume_and_die(path: Path, owner: ModuleType, name: str, replacement: Callab
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*")
+@pytest.mark.default(2)
 def test_a_kill_leaves_the_old_rows(
     owner: ModuleType, name: str, replacement: Callable[..., Any], steps: int, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_nan_in_the_data_ends_the_run_on_all_ranks(settings: str, share: int, ra
         pytest.param("strategy=cp_fsdp ring=2 data_parallel=2", 6, marks=full),
     ],
 )
+@pytest.mark.full
 def test_a_step_can_be_skipped(settings: str, share: int, tmp_path: Path) -> None:
     finished = spoilt_run(
         *settings.split(), "on_nonfinite=skip", share=share, rank=0, count=share, folder=tmp_path / "run"

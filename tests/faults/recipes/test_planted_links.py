@@ -16,6 +16,7 @@ from tests.faults.writers import TEXT, WRITERS, outcome, prepare, settings, writ
 
 @pytest.mark.parametrize("to", ["file", "nothing"])
 @pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.default(9)
 def test_a_planted_link_is_not_written_through(tmp_path: Path, name: str, to: str) -> None:
     link, write = WRITERS[name]
     folder, target = tmp_path / "out", tmp_path / "target"

@@ -26,6 +26,7 @@ full = pytest.mark.full
         pytest.param("trainer=lightning num_workers=1", 12, 0, marks=full),
     ],
 )
+@pytest.mark.full
 def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, rank: int, tmp_path: Path) -> None:
     spoilt = ("data.dataset._target_=tests.faults.data.SpoiltDigits", "+data.dataset.fault=stop")
     third = (f"+data.dataset.after={2 * share}", f"+data.dataset.rank={rank}")

@@ -208,6 +208,7 @@ def test_a_gradient_without_a_derivative_within_a_dual_level_is_exact() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("first", ["plain", "jvp"])
+@pytest.mark.default(1)
 def test_a_compiled_attention_leaves_tangents_to_eager_code(frozen: bool, first: str) -> None:
     inputs, tangents = _inputs(frozen=frozen)
     _, (expected, _) = torch.func.jvp(softmax_attention, tuple(inputs), tuple(tangents))

@@ -27,6 +27,7 @@ def _eager(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("kind", ["documents", "heads", "few queries"])
 @pytest.mark.usefixtures("_eager")
+@pytest.mark.default(1)
 def test_two_sets_of_keys_equal_one_attention(kind: str) -> None:
     torch.manual_seed(0)
     batch, tokens, heads, size, first = 2, 300, 2, 8, 170

@@ -51,6 +51,7 @@ def test_every_strategy_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", options("trainer"))
+@pytest.mark.default(1)
 def test_every_trainer_is_built(name: str) -> None:
     built = instantiate(resolved(f"trainer={name}", "strategy=cp").trainer)
     assert built.world_size == 1
@@ -61,6 +62,7 @@ def test_every_trainer_is_built(name: str) -> None:
 
 @pytest.mark.parametrize("data", [name for name in options("data") if "digits" in name])
 @pytest.mark.parametrize("model", [name for name in options("model") if "tiny" in name])
+@pytest.mark.default(1)
 def test_every_model_takes_every_data(model: str, data: str) -> None:
     config = resolved(f"model={model}", f"data={data}")
     dataset, module = instantiate(config.data.dataset), instantiate(config.model)
@@ -80,6 +82,7 @@ def test_the_larger_model_is_built() -> None:
 
 
 @pytest.mark.parametrize("name", options("cache"))
+@pytest.mark.default(1)
 def test_every_step_cache_is_enabled(name: str) -> None:
     settings = composed("sample", f"cache={name}").cache
     transformer: Any = instantiate(resolved().model).transformer
@@ -96,6 +99,7 @@ def test_a_step_cache_that_matches_no_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", options("optim"))
+@pytest.mark.default(1)
 def test_every_optimizer_is_built(name: str) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")  # not in the extra dev: its import starts threads, before tests fork
@@ -106,6 +110,7 @@ def test_every_optimizer_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.default(4)
 def test_every_experiment_begins_with_its_command_and_composes(name: str) -> None:
     lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"  # Hydra needs it first
@@ -198,6 +203,7 @@ def foreign_project(tmp_path: Path) -> Path:
         ("/strategy: cp", "strategy"),
     ],
 )
+@pytest.mark.default(1)
 def test_another_project_uses_our_strategy(default: str, where: str, foreign_project: Path) -> None:
     (foreign_project / "conf" / "app.yaml").write_text(
         f"defaults:\n  - {default}\n  - _self_\n"
@@ -224,6 +230,7 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
         *(pytest.param(x, marks=pytest.mark.full) for x in ("precompute", "plan", "check", "bench")),
     ],
 )
+@pytest.mark.default("check")
 def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:
     """A stranger's folder `conf` beside the package is not used."""
     (foreign_project / "site" / "conf").mkdir()

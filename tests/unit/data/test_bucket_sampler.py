@@ -45,6 +45,7 @@ def whole(keys: list[str], epochs: int, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("leftovers", ["carry", "drop", "repeat"])
+@pytest.mark.default(1)
 def test_a_batch_is_full_and_has_one_bucket(leftovers: str) -> None:
     for batch in whole(NO_TINY, 5, leftovers=leftovers, seed=3):
         assert len(batch) == 4
@@ -278,6 +279,7 @@ def test_a_loader_of_epochs_has_a_length_only_if_it_is_fixed() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.default(1)
 def test_a_second_iteration_continues_after_the_returned_batches(workers: int) -> None:
     loader = bucket_loader(Pictures(), batch_size=4, num_workers=workers)
     assert _numbers(loader, 6) + _numbers(loader, 5) + _numbers(loader, 9) == _expected(20)

@@ -30,6 +30,7 @@ def _caches(model: Any) -> StepCaches:
 
 
 @pytest.mark.parametrize("before", [True, False])
+@pytest.mark.default(1)
 def test_a_cache_without_enable_cache_is_followed(*, before: bool) -> None:
     model, arguments = TINY["wan"].build(), TINY["wan"].arguments()
     if before:

@@ -147,6 +147,7 @@ HELD: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Tensor], Callable[
 
 
 @pytest.mark.parametrize("name", HELD)
+@pytest.mark.default(1)
 def test_a_value_that_changes_after_the_capture_counts(name: str) -> None:
     held, compute, change = HELD[name]
     graphed = Graphed()
@@ -261,6 +262,7 @@ OTHERS: dict[str, Callable[[int], Inputs]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.default(1)
 def test_arguments_of_another_form_are_another_graph(name: str) -> None:
     graphed = Graphed()
     for count in (1, 2):
@@ -317,6 +319,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.default(1)
 def test_what_the_model_reads_belongs_to_the_graph(name: str) -> None:
     graphed = Graphed(lora=True)
     graphed.model.set_adapter("one")
@@ -346,6 +349,7 @@ def test_a_weight_that_changes_in_place_needs_no_new_graph() -> None:
 
 
 @pytest.mark.parametrize("how", ["moved", "exchanged", "an adapter loaded"])
+@pytest.mark.default(1)
 def test_other_weights_drop_the_graphs(how: str) -> None:
     graphed = Graphed()
     graphed.check()

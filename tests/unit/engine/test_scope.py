@@ -168,6 +168,7 @@ def _graph(model: nn.Module, x: Tensor) -> list[tuple[str, object, str]]:
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.default(1)
 def test_a_model_without_a_plan_has_the_same_graph(training: bool) -> None:
     torch.manual_seed(0)
     plain, x = Plain().train(training), _x()
@@ -378,6 +379,7 @@ def test_an_interrupted_recomputation_leaves_other_models_alone(around: Any) -> 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("fails", ["model", "block", "local", "other"])
+@pytest.mark.default(1)
 def test_an_error_leaves_no_scope(error: type[BaseException], fails: str) -> None:
     """Also in recomputation: Ctrl-C may leave the scope there, until the next forward."""
 

@@ -192,9 +192,9 @@ def test_autocast_is_restored_in_backward() -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", sorted(FIRST))
+@pytest.mark.parametrize("kind", sorted({*WITHOUT, *sorted(FIRST)[::3]}))
 def test_which_classes_are_tiled(kind: str) -> None:
-    """All but `WITHOUT`; each feed-forward is tiled exactly, which shows that it computes each token alone."""
+    """All but `WITHOUT`; a feed-forward that is tiled exactly computes each token alone."""
     tiny = TINY[FIRST[kind]]
     model, inputs = tiny.build(), tiny.arguments()
     if kind in WITHOUT:

@@ -39,6 +39,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("weights", [None, "nf4"])
 @pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.default(1)
 def test_blocks_are_copied_ahead_of_use_and_freed_and_gradients_are_equal(name: str, weights: str | None) -> None:
     model, plain = adapted(name, weights), adapted(name, weights)
     host = offload_blocks(model)

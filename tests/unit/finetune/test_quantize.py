@@ -89,6 +89,7 @@ def test_backward_keeps_no_values() -> None:
 
 @EVERY
 @pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.default("wan-int8", "flux-fp8")
 def test_a_model_is_that_of_the_dequantised_weights(weights: str, name: str) -> None:
     model, plain = TINY[name].build().float(), TINY[name].build().float()
     base = plain(**inputs(name), return_dict=False)[0]

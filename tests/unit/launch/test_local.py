@@ -116,6 +116,7 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
     ("how", "rank"),
     full_unless(lambda how, rank: rank == 2 * (list(ENDINGS).index(how) % 2), list(product(ENDINGS, (0, 2)))),
 )
+@pytest.mark.default(2)
 def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path) -> None:
     kind, message, code = ENDINGS[how]
     for other in {0, 1, 2} - {rank}:
@@ -245,6 +246,7 @@ def test_what_ranks_started_ends_too_even_if_deaf_to_termination(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.default(1)
 def test_ranks_end_with_their_launcher(number: int, tmp_path: Path) -> None:
     OmegaConf.save(OmegaConf.create({"folder": str(tmp_path)}), tmp_path / "config.yaml")
     code = (

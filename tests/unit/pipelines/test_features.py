@@ -118,6 +118,7 @@ def test_settings_are_normalised() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.default(1)
 def test_a_compiled_transformer_keeps_to_what_works(when: str) -> None:
     pipe = table("flux")["flux"].make()
     if when == "before":

@@ -68,14 +68,9 @@ _TINY_INPUTS = _flux(30, 7, _FLUX_TINY, 4)
 
 @pytest.mark.parametrize(
     ("checkpointing", "device", "sharded"),
-    [
-        ("none", CPU, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("none", _GPU, True), ("full", _GPU, False), ("selective", CPU, True))
-        ),
-    ],
+    [("none", CPU, False), ("none", _GPU, True), ("full", _GPU, False), ("selective", CPU, True)],
 )
+@pytest.mark.full
 def test_repeated_blocks_equal_the_full_trace(checkpointing: Any, device: DeviceProfile, sharded: bool) -> None:
     layout = Layout(ring=2, ulysses=2, checkpointing=checkpointing, sharded=sharded)
     short, full = (dry_run(_TINY, _TINY_INPUTS, layout, device=device, every_block=x) for x in (False, True))
@@ -187,6 +182,7 @@ class _OfEach(Plain):
 
 
 @pytest.mark.parametrize("kind", [_Shares, _OfEach])
+@pytest.mark.default(1)
 def test_blocks_that_do_not_count_for_others_are_all_traced(kind: type[nn.Module]) -> None:
     plan = Plan(blocks={"blocks": {"x": split(1, "image")}}, gather={"proj_out": split(1, "image")})
     layout, inputs = Layout(ring=2, sharded=True), {"x": _meta(2, 8, 16)}

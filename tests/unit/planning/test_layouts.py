@@ -74,6 +74,7 @@ def test_contradicting_degrees_are_refused(fixed: dict[str, Any], task: Task, me
 
 
 @pytest.mark.parametrize("task", [pytest.param("train", marks=pytest.mark.full), "sample"])
+@pytest.mark.full
 def test_the_settings_of_every_layout_are_valid(task: Task) -> None:
     for layout in (*layouts(1, task), *layouts(4, task)):
         settings = overrides_of(layout, task, batch_size=2)

@@ -28,6 +28,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+@pytest.mark.default(1)
 def test_settings_of_commands_exist(page: Path) -> None:
     for recipe, settings in commands(page):
         composed(recipe, *settings)

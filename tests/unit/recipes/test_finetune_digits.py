@@ -61,6 +61,7 @@ def test_the_family_is_found_and_gives_the_denoisers_output(example: dict[str, A
     assert torch.equal(dropped["prompt_embeds"][0], base.class_tokens[10])
 
 
+@pytest.mark.full
 def test_the_lora_learns_the_other_look(example: dict[str, Any], run: Path, tmp_path: Path) -> None:
     base = example["DigitModel"].load(run)
     family = family_for(base)

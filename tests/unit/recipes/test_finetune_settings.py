@@ -121,6 +121,7 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.default(2)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
     folder = "control" if "controlnet" in experiment else "experts" if experiment == "finetune_wan22" else None
     config = check(here, *([f"model.pretrained=HERE/{folder}"] if folder else []), experiment=experiment).config
@@ -191,6 +192,7 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "model.pretrained=HERE/modular strategy=cp ring=2",
     ],
 )
+@pytest.mark.default(4)
 def test_valid_settings_pass(here: Path, overrides: str) -> None:
     check(here, *overrides.split())
 
@@ -342,6 +344,7 @@ def test_mistakes_are_one_clear_error(here: Path, overrides: str, message: str) 
         ("wandb", "logger=wandb", "logger=wandb needs the package wandb, which is not installed: pip install 'wandb"),
     ],
 )
+@pytest.mark.default(1)
 def test_a_missing_package_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, package: str, given: str, message: str
 ) -> None:

@@ -31,6 +31,7 @@ def unknown(name: str, overrides: str, part: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "part"), [("train", ""), ("sample", ""), ("plan", "plan"), ("bench", "bench")])
+@pytest.mark.default(1)
 def test_a_setting_that_was_removed_is_named(name: str, part: str) -> None:
     known = KnownSettings(CONF / part, name, {})
     given = {key: 1 for key, x in known._primary.items() if not isinstance(x, (dict, list))}
@@ -60,6 +61,7 @@ def test_a_setting_that_was_removed_is_named(name: str, part: str) -> None:
         ("optim=adamw_fused launcher=slurm logger=tensorboard", None),
     ],
 )
+@pytest.mark.default(4)
 def test_an_unknown_setting_of_train_is_refused_by_name(overrides: str, expected: str | None) -> None:
     if expected is None:
         assert unknown("train", overrides) == []
@@ -79,6 +81,7 @@ def test_an_unknown_setting_of_train_is_refused_by_name(overrides: str, expected
         ("check_family", "pretrained=a"),
     ],
 )
+@pytest.mark.default(3)
 def test_no_known_setting_of_the_other_commands_is_refused(name: str, overrides: str) -> None:
     part = "" if name == "sample" else name
     assert unknown(name, f"{overrides} +hydra.job.chdir=false", part) == []
@@ -118,6 +121,7 @@ for name, setting in [("train", "rin=2"), ("train", "+rin=2"), ("train", "optin=
 """
 
 
+@pytest.mark.full
 def test_every_command_refuses_unknown_settings_without_the_advice_to_add_them(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr

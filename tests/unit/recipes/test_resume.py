@@ -53,6 +53,7 @@ class _NoRanks:
         ({}, "last", False),
     ],
 )
+@pytest.mark.default(1)
 def test_only_a_job_that_slurm_has_restarted_says_so(
     job: dict[str, str],
     resume: str,

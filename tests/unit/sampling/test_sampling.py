@@ -63,6 +63,7 @@ def test_a_digit_anywhere_on_a_canvas_is_recognised() -> None:
 
 
 @pytest.mark.parametrize("frames", [1, 4])
+@pytest.mark.default(1)
 def test_samples_that_are_not_finite_have_no_prediction(frames: int, tmp_path: Path) -> None:
     scans = load_scans()
     pixels = scans.pixels[:20, None, None].expand(-1, -1, frames, -1, -1).clone()
@@ -81,6 +82,7 @@ def test_samples_that_are_not_finite_have_no_prediction(frames: int, tmp_path: P
 
 
 @pytest.mark.parametrize("frames", [1, 4])
+@pytest.mark.default(1)
 def test_the_grid_is_a_png(frames: int, tmp_path: Path) -> None:
     samples, labels = torch.randn(23, 1, frames, 8, 8), torch.arange(23) % 10
     draw_grid(samples, labels, labels.roll(1), tmp_path / "grid.png", title="a title")

@@ -86,6 +86,7 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
         pass
 
 
+@pytest.mark.full
 def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: False)  # this process may have asked for GPUs
     with ready_to_launch("fork", LightningEnvironment(), on_gpus=True):
@@ -117,6 +118,7 @@ def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.default(1)
 def test_the_group_of_a_single_rank_is_left_before_a_launch(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "MASTER_PORT": "4321"})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

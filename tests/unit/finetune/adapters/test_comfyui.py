@@ -46,6 +46,7 @@ LTX2_LAYERS = r".*(to_[qkv]|to_out\.0|ff\.net.*|(audio_)?proj_in|time_embed\..*|
         ("ltx2_newer", "LTX2Pipeline", "LTX2VideoTransformer3DModel", rf"{LTX2_LAYERS}|.*prompt_adaln\..*"),
     ],
 )
+@pytest.mark.default(1)
 def test_diffusers_reads_a_lora_by_the_original_names(
     name: str, pipeline: str, model: str, targets: str, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def batches(data: LatentData, **options: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.default(1)
 def test_workers_read_the_same(tmp_path: Path, method: str) -> None:
     data = data_of(tmp_path)
     here = batches(data)

@@ -40,6 +40,7 @@ def long_video(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a.webm", "libvpx-vp9", {"g": "12", "cpu-used": "8", "deadline": "realtime"}),
     ],
 )
+@pytest.mark.default("a.webm")
 def test_frames_come_in_order_from_any_start(tmp_path: Path, name: str, codec: str, options: dict[str, str]) -> None:
     file = write_video(tmp_path / name, grey_frames(60), codec=codec, options=options)
     info = probe(file)
@@ -69,6 +70,7 @@ def test_a_clip_does_not_decode_the_video_before_it(long_video: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("fps", "count"), [(24, 60), (12, 30), (16, 40), (30, 75), (10, 25), (23.976, 60), (60, 150)])
+@pytest.mark.default(3)
 def test_resampling_takes_the_nearest_frame(long_video: Path, fps: float, count: int) -> None:
     times = np.arange(60) / 24
     # argmin takes the first of two equal distances; the rounding makes ties equal

@@ -90,6 +90,7 @@ def test_media_that_fit_no_size_are_skipped_before_captions_are_encoded(flux: Pa
         (None, "b.reference.png", r"b\.reference\.png: cannot be decoded"),
     ],
 )
+@pytest.mark.default(2)
 def test_media_are_refused_before_weights_are_loaded(
     size: tuple[int, int] | None, name: str, reason: str, tmp_path: Path
 ) -> None:
@@ -133,7 +134,8 @@ def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: P
     }
 
 
-@pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
+@pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in KINDS])
+@pytest.mark.default(1)
 def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
     frames, height, width = CASES[case].size
     data = clips(tmp_path / "data", 2, frames) if frames > 1 else pictures(tmp_path / "data", 2)
@@ -263,6 +265,7 @@ def test_a_cache_without_samples_takes_other_settings(flux: Path, tmp_path: Path
     LatentCache(out).verify()
 
 
+@pytest.mark.full
 def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: Path, tmp_path: Path) -> None:
     data, out = pictures(tmp_path / "data", 6), tmp_path / "out"
     encoded(flux, data, out, PICTURES)
@@ -292,6 +295,7 @@ def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: 
     assert encoded(flux, data, out, PICTURES).stored == 6  # another folder by mistake loses nothing
 
 
+@pytest.mark.full
 def test_a_changed_reference_is_encoded_again(tmp_path: Path) -> None:
     data, pipe, out = pictures(tmp_path / "data", 1), pipeline(tmp_path / "pipe", "flux_kontext"), tmp_path / "out"
     table = data / "rows.csv"

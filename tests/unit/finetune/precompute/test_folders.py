@@ -36,6 +36,7 @@ def _folder(path: Path, seed: int) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_change_of_one_folder_encodes_nothing_of_the_others(flux: Path, tmp_path: Path) -> None:
     own = DataFolder(path=pictures(tmp_path / "own", 3))
     more = DataFolder(path=_folder(tmp_path / "more", 50), sizes=((32, 48), (16, 24)), repeats=4, weight=0.25)

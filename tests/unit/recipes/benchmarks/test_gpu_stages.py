@@ -48,10 +48,12 @@ def test_a_job_is_judged_by_its_losses_and_its_samples(
     assert [check.passed for check in judge_training("cp", losses, recognised, settings("gpu"))] == passed
 
 
+@pytest.mark.full
 def test_a_rehearsal_has_no_goal_for_the_losses() -> None:
     assert [check.passed for check in judge_training("cp", [9.0, 9.0], 0.0, settings("gpu_on_cpu"))] == [None]
 
 
+@pytest.mark.full
 def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
     sizes = memory._Sizes(1, 2048, 4, 4, 64, torch.float32, slices=2)
     lse_bytes = 512 * 4 * 4
@@ -76,6 +78,7 @@ def _host_result(**given: list[int]) -> Result:
     return result
 
 
+@pytest.mark.full
 def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
     result = _host_result(ranks=[4])
     calls, blocks = tables_of({"": result}).values()

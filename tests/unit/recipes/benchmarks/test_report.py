@@ -66,6 +66,7 @@ def test_the_cost_of_comparing_peers_is_the_median_of_pairs() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(512,), (512, 1024)])
+@pytest.mark.default(1)
 def test_a_subject_refused_at_one_length_is_drawn_at_the_others(lengths: tuple[int, ...], tmp_path: Path) -> None:
     rows = [row for ranks in (2, 4) for length in lengths for row in rows_of("attention", length, ranks, FOUND)]
     rows += rows_of("attention", 2048, 4, FOUND | {"theirs": FOUND["ring"]})
