@@ -35,6 +35,7 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("wan", "rotation", 3), ("pixart", "ulysses", 3), ("sana", "ring", 3)),  # cross attention, linear attention
     *(("hunyuan_video", "ulysses", 3), ("z_image", "ring", 3), ("cogvideox", "rotation", 3)),  # segments, padding
     *(("ltx2", "ring", 3), ("ace_step", "ulysses", 3), ("control_flux", "rotation", 3)),  # sound, ControlNets
+    *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
 _TRIALS = list(dict.fromkeys([*_TRIALS, *_DEFAULT]))
