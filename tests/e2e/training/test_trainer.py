@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.docs.test_readme import SNIPPETS, code_of
+from tests.e2e.docs.test_readme import SCRIPT
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
 
@@ -72,7 +72,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], tmp_path: Path, ranks: int) -> None:
     """One process starts the second rank itself; with two, it has the variables of torchrun."""
-    (snippet,) = (code_of(text) for text in SNIPPETS if "Trainer(" in text)
+    snippet = SCRIPT.splitlines()
     (imported,) = (line for line in snippet if line.startswith("from lightning_cp.pytorch"))
     (called,) = (line for line in snippet if "Trainer(" in line)
     given = called[called.index("devices=") : called.rindex(")")]
