@@ -13,6 +13,7 @@ _COLUMNS = {
     "ring allgather": ("ring",),
     "ring alltoall": ("rotation",),
     "Ulysses": ("ulysses",),
+    "grid": ("grid",),
     "unified": ("unified", "unified3"),
     "checkpointing": ("replay",),
 }
