@@ -84,7 +84,7 @@ def _order(model: nn.Module) -> tuple[str, ...]:
     return installed.model_plan.patches.order
 
 
-@pytest.mark.parametrize("name", dict.fromkeys((*_DEFAULT, *_OF_CLASSES[::3])))
+@pytest.mark.parametrize("name", dict.fromkeys((*_DEFAULT, "z_image_controlnet", *_OF_CLASSES[::3])))
 @pytest.mark.default(2)
 def test_patches_of_equal_inputs_give_the_plain_result(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
@@ -212,6 +212,7 @@ def _over_ranks(rank: int, world: int, name: str, mode: str) -> float:
 
 _MODES = [("flux", "ring", 3), ("flux", "ulysses", 3), ("flux", "unified", 4), ("wan", "rotation", 3)]
 _MODES += [("sana", "ring", 3), ("cogview4_training", "ulysses", 3), ("ltx2_self_attention_mask", "ulysses", 3)]
+_MODES += [("ace_step", "ulysses", 3)]  # a rank with one query of a patch, and a mask with a row for each query
 _MODES += [("sd3", "ulysses", 2), ("qwen_image", "ring", 3), ("hunyuan_video_short_text", "ulysses", 3)]
 _ALL = [(name, mode, 3) for name, mode in in_turn(_OF_CLASSES[::2], ("ring", "ulysses"))]
 _CASES = full_unless(lambda *x: x in (*_MODES[:3], _MODES[4]), dict.fromkeys(_MODES + _ALL))

@@ -95,6 +95,8 @@ def attend_buffered(
     mask, groups = four_dims(mask, key), groups_by_name(settings.groups)
     check_tensors(query, key, value, mask, groups=groups, settings=settings)
     lengths = _lengths(query, key, mask, q_lengths=q_lengths, ranges=ranges, total=total)
+    if mask is not None and lengths.mask_kind == "query_mask":  # one row may be that of all queries, or of the only one
+        mask = mask.expand(-1, -1, query.shape[1], -1)
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=groups)
     if ulysses is not None:
         query, key, value, mask = tokens_to_heads(query, key, value, mask, to=ulysses)
@@ -121,8 +123,7 @@ def _lengths(
         if mask.shape[-1] == k.shape[1] and mask.shape[-2] == 1:
             kind, mask_queries = "key_mask", tuple(1 for _ in q_lengths)
         elif mask.shape[-1] == total and mask.shape[-2] in (1, q.shape[1]):
-            kind = "query_mask"
-            mask_queries = tuple(1 for _ in q_lengths) if mask.shape[-2] == 1 else tuple(q_lengths)
+            kind, mask_queries = "query_mask", tuple(q_lengths)
         else:
             raise ShapeError(
                 f"attn_mask {tuple(mask.shape)} fits neither the {k.shape[1]} new keys of this rank nor all {total} "

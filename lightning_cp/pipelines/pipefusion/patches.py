@@ -101,7 +101,11 @@ class PatchEvaluation(Evaluation):
         if self.patch is None:
             return compute()
         if key not in self.kept:
-            self.kept[key] = compute()
+            patch, self.patch = self.patch, None  # the module gets whole tensors
+            try:
+                self.kept[key] = compute()
+            finally:
+                self.patch = patch
         return self.kept[key]
 
     @override
