@@ -19,7 +19,7 @@ OPTIONAL = {
     "finetune/media/archives/parquet.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/run.py": {"transformers"},
-    "finetune/pipeline.py": {"transformers"},
+    "pipelines/components.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
 BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions", "yaml"}

@@ -57,7 +57,7 @@ MAX_LINES = {
     "kernels": 730,
     "launch": 1650,
     "mesh": 610,
-    "pipelines": 5830,
+    "pipelines": 5840,
     "planning": 2210,
     "plans": 2360,
     "root": 1790,

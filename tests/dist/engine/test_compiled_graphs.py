@@ -109,10 +109,10 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
         pytest.param(3, "wan", "selective", 2, "aot_eager", marks=FULL),
         pytest.param(3, "qwen_image", "replay", 2, "aot_eager", marks=FULL),
         pytest.param(4, "flux", "unified", 2, "aot_eager", marks=FULL),
+        pytest.param(4, "flux", "grid", 2, "aot_eager", marks=FULL),
         pytest.param(2, "wan", "ring", 2, "inductor", marks=FULL),
     ],
 )
-@pytest.mark.full
 def test_blocks_of_a_kind_share_one_graph_for_each_length(
     run_ranks: RankPool, world: int, name: str, mode: str, samples: int, backend: str
 ) -> None:

@@ -157,13 +157,13 @@ def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, nam
         assert ours <= 1.5 * single
 
 
-def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int, float]:
+def _checkpointed(rank: int, world: int, ring: int, rotate: str, how: str) -> tuple[int, int, float]:
     """Attentions and bytes sent in a step, and the error of its gradients."""
     tiny = TINY["wan"]
     model, arguments = tiny.build(), tiny.arguments()
     model.train()
     _, expected = outcome(model, arguments)
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=ring, ulysses_degree=world // ring))
+    apply_context_parallel(model, ContextParallelConfig(ring, world // ring, rotate_method=rotate))
     if how == "whole":
         model.enable_gradient_checkpointing()
     if how == "selective":
@@ -175,10 +175,15 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
     return attentions.call_count, sent, worst(averaged(found, world), expected)
 
 
-@pytest.mark.parametrize(("world", "ring"), [(3, 3), (2, 1), (4, 2)], ids=["ring", "ulysses", "unified"])
+@pytest.mark.parametrize(
+    ("world", "ring", "rotate"),
+    [(3, 3, "allgather"), (2, 1, "allgather"), (4, 2, "allgather"), (4, 4, "grid")],
+    ids=["ring", "ulysses", "unified", "grid"],
+)
 @pytest.mark.default(1)
-def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world: int, ring: int) -> None:
-    kept, whole, selective = (run_ranks(world, _checkpointed, ring, how) for how in ("none", "whole", "selective"))
+def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world: int, ring: int, rotate: str) -> None:
+    ways = ("none", "whole", "selective")
+    kept, whole, selective = (run_ranks(world, _checkpointed, ring, rotate, how) for how in ways)
     for (kept_calls, kept_bytes, _), (calls, sent, _), (few_calls, few_sent, error) in zip(
         kept, whole, selective, strict=True
     ):

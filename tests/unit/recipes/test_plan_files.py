@@ -70,7 +70,7 @@ def test_an_older_plan_stays_if_writing_is_interrupted(tmp_path: Path, monkeypat
     file.write_text("{}")
     monkeypatch.setattr(report, "as_json", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        report.write_json(mock.Mock(), file)
+        report.write_json(mock.Mock(), file, lora_rank=None)
     assert file.read_text() == "{}"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line_after_the_table(
     shown = {"table": lambda *_: "the table", "notes": lambda _: ["a note"], "write_json": full}
     for name, function in shown.items():
         monkeypatch.setattr(report, name, function)
-    assert command.run(OmegaConf.create({"rows": 3}), tmp_path) == 1
+    assert command.run(OmegaConf.create({"rows": 3, "lora": {"rank": None}}), tmp_path) == 1
     printed = capsys.readouterr()
     assert "the table" in printed.out
     assert "error: plan could not be written: No space left" in printed.out + printed.err

@@ -323,7 +323,7 @@ def test_names_that_are_no_addresses(tmp_path: Path, name: str, monkeypatch: pyt
 
 def test_without_pyav_the_error_says_how_to_install_it(long_video: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MediaError, match=r"long\.mp4: reading videos needs the package av.*pip install 'av>="):
+    with pytest.raises(MediaError, match=r"long\.mp4: reading videos needs the package av.*pip install 'av"):
         probe(long_video)
 
 
