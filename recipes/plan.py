@@ -45,7 +45,7 @@ def run(config: DictConfig, folder: Path) -> int:
         write_json(found, folder / "plan.json", lora_rank=config.lora.rank)
     except OSError as error:
         print_error(str(error))
-        return 1
+        return 2
     if found.best is None:
         print_error(found.reason)
         return 1

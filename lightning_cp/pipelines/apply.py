@@ -100,7 +100,7 @@ def parallelize_pipeline(
     is_alone = all(degree in (None, 1) for degree in common.values())
     options: dict[str, Any] = {"cfg": cfg, "pipe": pipe, "patches": patches, "warmup": warmup}
     options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
-    options |= {"shares": shares, "graphs": graphs}
+    options |= {"shares": shares, "graphs": graphs, **_rotation_of(parallel_config)}
     with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
@@ -166,6 +166,12 @@ def _degrees_of(parallel_config: object) -> dict[str, Any]:
         "ulysses": getattr(config, "ulysses_degree", None),
         "mesh": axes,
     }
+
+
+def _rotation_of(parallel_config: Any) -> dict[str, object]:
+    """Return how keys go around the ring: a grid needs groups that all ranks make together."""
+    config = getattr(parallel_config, "context_parallel_config", parallel_config)
+    return {name: getattr(config, name, None) for name in ("rotate_method", "grid")}
 
 
 def _check_started() -> None:

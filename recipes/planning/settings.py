@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,7 +166,7 @@ def _read_folder(path: Path) -> dict[str, Any]:
 
 def device_of(setting: Any) -> Device:
     """Return the device of the setting `gpu`. Raises: ValueError: it is not known, or a figure is invalid."""
-    from lightning_cp.planning.devices import device_named
+    from lightning_cp.planning.devices import GB, device_named
 
     figures = _plain(setting) if OmegaConf.is_dict(setting) else {"name": setting}
     name = str(figures.pop("name", "auto"))
@@ -176,7 +177,10 @@ def device_of(setting: Any) -> Device:
             return device_named(str(stored.pop("name", name)), {"source": "file", **stored})
         except ValueError as error:
             raise SettingsError(f"gpu={name} does not describe a device: {error}") from error
-    return device_named(_this_device() if name == "auto" else name, figures)
+    device = device_named(_this_device() if name == "auto" else name, figures)
+    if name == "auto" and device.kind == "cuda" and figures.get("memory_gb") is None:  # some are sold with less
+        return replace(device, memory_gb=_memory_bytes() / GB)
+    return device
 
 
 def _stored_figures(file: Path) -> dict[str, Any]:
@@ -210,6 +214,12 @@ def _this_device() -> str:
         return "cpu"
     name = torch.cuda.get_device_name()
     return name_in_table(name) or name.lower().replace(" ", "")
+
+
+def _memory_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _load(file: str, name: str) -> Any:

@@ -128,7 +128,7 @@ class StageLinks:
     def send(self, key: Hashable, local_forms: Sequence[Form], tensors: Sequence[Tensor]) -> None:
         """Send the outputs of this stage's last block; before the first with this key, also their form.
 
-        Args: own: forms of the outputs of this stage's blocks. tensors: tensors of the last of them.
+        Args: local_forms: forms of the outputs of this stage's blocks. tensors: tensors of the last of them.
         Raises: PlanError: the form differs from the previous one with this key; nothing was sent.
         """
         forms = [*self.forms.get(key, []), *local_forms]

@@ -15,7 +15,8 @@ from tests.harness import RankPool
 
 def _parallel(pipe: Any, settings: dict[str, Any]) -> None:
     given = dict(settings)
-    degrees = {name: given.pop(name) for name in ("ring_degree", "ulysses_degree") if name in given}
+    names = ("ring_degree", "ulysses_degree", "rotate_method")
+    degrees = {name: given.pop(name) for name in names if name in given}
     parallelize_pipeline(pipe, ContextParallelConfig(**degrees), **given)
 
 
@@ -45,9 +46,10 @@ def _raised(rank: int, world: int, one: dict[str, Any], other: dict[str, Any]) -
             marks=pytest.mark.full,
         ),
         ({"ring_degree": 3, "vae": False}, {"ring_degree": 3}, "vae", ("'auto'", "False")),
+        ({"ring_degree": 3, "rotate_method": "grid"}, {"ring_degree": 3}, "rotate_method", ("'allgather'", "'grid'")),
     ],
 )
-@pytest.mark.default(1)
+@pytest.mark.default("patches", "rotate_method")
 def test_settings_that_differ_are_named_on_all_ranks(
     run_ranks: RankPool, one: dict[str, Any], other: dict[str, Any], name: str, values: tuple[str, str]
 ) -> None:

@@ -46,7 +46,7 @@ names the setting, its value and what is valid. So is a key that no file of a re
 
 **A degree has two spellings**: `ring=2` and `ulysses=2` in recipes and strategies, `ring_degree=2` and
 `ulysses_degree=2` in `ContextParallelConfig`, as in diffusers. They mean the same.
-Some options of a group have other defaults: `python recipes/train.py optim=lion --cfg job` shows those of a command.
+Some options of a group have other defaults: `lightning-cp train optim=lion --cfg job` shows those of a command.
 """
 
 

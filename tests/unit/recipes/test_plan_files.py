@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line_after_the_table(
     shown = {"table": lambda *_: "the table", "notes": lambda _: ["a note"], "write_json": full}
     for name, function in shown.items():
         monkeypatch.setattr(report, name, function)
-    assert command.run(OmegaConf.create({"rows": 3, "lora": {"rank": None}}), tmp_path) == 1
+    assert command.run(OmegaConf.create({"rows": 3, "lora": {"rank": None}}), tmp_path) == 2
     printed = capsys.readouterr()
     assert "the table" in printed.out
     assert "error: plan could not be written: No space left" in printed.out + printed.err
