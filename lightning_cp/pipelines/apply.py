@@ -100,8 +100,9 @@ def parallelize_pipeline(
     is_alone = all(degree in (None, 1) for degree in common.values())
     options: dict[str, Any] = {"cfg": cfg, "pipe": pipe, "patches": patches, "warmup": warmup}
     options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
-    options |= {"shares": shares, "graphs": graphs, **_rotation_of(parallel_config)}
-    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", common | options):
+    options |= {"shares": shares, "graphs": graphs}
+    compared = common | options | _rotation_of(parallel_config)
+    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", compared):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")

@@ -61,7 +61,7 @@ MAX_LINES = {
     "planning": 2210,
     "plans": 2360,
     "root": 1790,
-    "recipes": 8490,
+    "recipes": 8500,
     "sampling": 210,
     "strategies": 3170,
     "training": 520,

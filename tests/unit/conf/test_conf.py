@@ -114,7 +114,7 @@ def test_every_optimizer_is_built(name: str) -> None:
 def test_every_experiment_begins_with_its_command_and_composes(name: str) -> None:
     lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"  # Hydra needs it first
-    fine_tunes = name.startswith("finetune_")
+    fine_tunes = name.startswith("finetune")
     settings = " model.pretrained=my-pipeline data.path=latents" if fine_tunes else ""
     assert lines[1] == f"# lightning-cp train experiment={name}{settings}"
     with initialize_config_dir(str(CONF), version_base="1.3"):
