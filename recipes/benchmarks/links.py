@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
+from typing_extensions import override
 
-from lightning_cp.checkpoint.folder import temporary_folder
-from lightning_cp.launch.rank import Target, target_of
-from lightning_cp.recipes.runs.ranks import ROWS
+from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 
 _PORT = 29500  # of rank 0's namespace, in which nothing else listens
-_RANK = "import sys; from pathlib import Path; from lightning_cp.launch.rank import load_target; "
-_RANK += "load_target(sys.argv[1])(Path(sys.argv[2]))"
+_RANK = "import sys; from pathlib import Path; from lightning_cp.launch.rank import run_target; "
+_RANK += "run_target(sys.argv[1], Path(sys.argv[2]))"
 
 
 def check_links(link_mbit: Any) -> str:
@@ -33,33 +32,57 @@ def check_links(link_mbit: Any) -> str:
     return ""
 
 
-def rows_over_links(function: Target, settings: Mapping[str, Any], ranks: int, mbit: float) -> list[Any]:
-    """Run a function that is decorated with `on_ranks`, see there. Returns: its rows. Exits if a rank fails."""
-    with temporary_folder() as folder, _namespaces(ranks, mbit) as names:
-        path, rows = folder / "settings.yaml", folder / ROWS
-        OmegaConf.save({**settings}, path)
-        shared = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": f"{_PORT}"}
-        shared |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-c", _RANK, target_of(function), str(path)],
-                env={**os.environ, **shared, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-            )
-            for rank, name in enumerate(names)
-        ]
-        try:
-            codes = [process.wait(settings["limit_s"]) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            sys.exit(f"error: the ranks behind links of {mbit} Mbit/s ended with {codes}")
-        return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+@dataclass(frozen=True)
+class SlowLinks(Launcher):
+    """Launch each rank of a job in a network namespace of its own; their output is that of this process.
+
+    Args:
+        mbit: Mbit/s that a rank can send.
+        limit_s: time limit of a job, in seconds.
+    """
+
+    mbit: float
+    limit_s: float
+
+    @override
+    def launch(self, job: Job) -> Result:
+        shared = {"WORLD_SIZE": f"{job.world_size}", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": f"{_PORT}"}
+        shared |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": f"{job.threads}"}
+        with _namespaces(job.world_size, self.mbit) as names:
+            processes = [
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, sys.executable, "-c", _RANK, job.target, str(job.config)],
+                    env={**os.environ, **shared, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+                )
+                for rank, name in enumerate(names)
+            ]
+            try:
+                return Result(self._failure(processes))
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+
+    def _failure(self, processes: Sequence[subprocess.Popen[bytes]]) -> Failure | None:
+        """Wait for all processes, or for the first failure."""
+        deadline = time.monotonic() + self.limit_s
+        while True:
+            codes = [process.poll() for process in processes]
+            for rank, code in enumerate(codes):
+                if code:
+                    return Failure(
+                        rank, FailureKind.EXIT, f"rank {rank} behind a slow link ended with exit code {code}"
+                    )
+            if None not in codes:
+                return None
+            if time.monotonic() > deadline:
+                return Failure(-1, FailureKind.TIMEOUT, f"the ranks behind slow links took more than {self.limit_s} s")
+            time.sleep(0.1)
 
 
 @contextmanager
 def _namespaces(count: int, mbit: float) -> Iterator[list[str]]:
-    """Make network namespaces whose interface `eth0` sends at most `mbit` Mbit/s; remove them at the end."""
+    """Make network namespaces, whose interfaces send at most `mbit` Mbit/s, for as long as the context lasts."""
     job = f"lcp{os.getpid()}"
     names = [f"{job}n{i}" for i in range(count)]
     try:

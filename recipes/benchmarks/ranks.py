@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.launch import Machine
+from lightning_cp.launch import LocalLauncher, Machine
 from lightning_cp.launch.rank import Target
-from lightning_cp.recipes.benchmarks.links import rows_over_links
+from lightning_cp.recipes.benchmarks.links import SlowLinks
 from lightning_cp.recipes.benchmarks.report import Row, count_ranks
 from lightning_cp.recipes.runs.ranks import run_on_ranks
 
@@ -49,9 +50,9 @@ def rows_on_ranks(function: Target, config: DictConfig, ranks: int, folder: Path
     settings: Any = OmegaConf.to_container(config, resolve=True)
     threads = 1 if config.device == "cpu" else 0
     settings |= {"folder": str(folder), **values}
-    if config.get("link_mbit") is not None:
-        return rows_over_links(function, settings, ranks, config.link_mbit)
-    rows, result = run_on_ranks(function, settings, ranks, limit_s=config.limit_s, threads=threads)
+    link = config.get("link_mbit")
+    launcher = LocalLauncher if link is None else partial(SlowLinks, link)
+    rows, result = run_on_ranks(function, settings, ranks, limit_s=config.limit_s, threads=threads, launcher=launcher)
     if result.failure is not None:
         print(f"error: {result.failure.describe()}", file=sys.stderr)
         sys.exit(result.exit_code)

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from lightning_cp.checkpoint.folder import temporary_folder
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.launch import Job, LocalLauncher
-from lightning_cp.launch.job import Result
+from lightning_cp.launch.job import Launcher, Result
 from lightning_cp.launch.rank import Target, target_of
 from lightning_cp.launch.rendezvous import init_process_group
 
-ROWS = "rows.jsonl"
+_ROWS = "rows.jsonl"
 
 
 def on_ranks(function: Callable[[Any], Iterator[Any]]) -> Target:
@@ -36,7 +36,7 @@ def on_ranks(function: Callable[[Any], Iterator[Any]]) -> Target:
 
         for row in function(config):
             if get_rank() == 0:
-                with settings.with_name(ROWS).open("a", encoding="utf-8") as file:
+                with settings.with_name(_ROWS).open("a", encoding="utf-8") as file:
                     file.write(f"{json.dumps(row)}\n")
 
     return target
@@ -57,7 +57,13 @@ def _join(*, is_gpu: bool, simulated_ranks: int) -> None:
 
 
 def run_on_ranks(
-    function: Target, settings: Mapping[Any, Any], ranks: int, *, limit_s: float, threads: int = 1
+    function: Target,
+    settings: Mapping[Any, Any],
+    ranks: int,
+    *,
+    limit_s: float,
+    threads: int = 1,
+    launcher: Callable[..., Launcher] = LocalLauncher,
 ) -> tuple[list[Any], Result]:
     """Run a function that is decorated with `on_ranks`. Returns: its rows, also those before a failure, and the result.
 
@@ -66,12 +72,13 @@ def run_on_ranks(
         ranks: number of ranks.
         limit_s: time limit in seconds.
         threads: CPU threads per rank; 0 leaves the choice to the environment.
+        launcher: makes the launcher from `limit_s`.
     """
     with temporary_folder() as folder:
-        path, rows = folder / "settings.yaml", folder / ROWS
+        path, rows = folder / "settings.yaml", folder / _ROWS
         OmegaConf.save({**settings}, path)
         job = Job(target_of(function), path, ranks, folder / "logs", threads=threads)
-        result = LocalLauncher(limit_s=limit_s).launch(job)
+        result = launcher(limit_s=limit_s).launch(job)
         lines = rows.read_text(encoding="utf-8").splitlines() if rows.is_file() else []
         return [json.loads(line) for line in lines], result
 
