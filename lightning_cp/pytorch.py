@@ -50,7 +50,7 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
 
     @staticmethod
     def _planner(example: Example) -> Any:
-        from lightning_cp.planning.degrees import plan_example  # it imports peft
+        from lightning_cp.planning.degrees import plan_example  # not needed with given degrees
 
         return plan_example(example)
 

@@ -96,13 +96,12 @@ def parallelize_pipeline(
         CallFailedError: another rank has raised an error.
     """
     check_private_uses("pipeline")
-    name, common = type(pipeline).__name__, {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
-    is_alone = all(degree in (None, 1) for degree in common.values())
+    name, facts = type(pipeline).__name__, _facts_of(parallel_config)
+    is_alone = all(x in (None, 1) for x in (facts["ring"], facts["ulysses"], facts["mesh"], cfg, pipe))
     options: dict[str, Any] = {"cfg": cfg, "pipe": pipe, "patches": patches, "warmup": warmup}
     options |= {"vae": vae, "shard": shard, "stages": stages, "check_peers": check_peers, "stall_s": stall_s}
     options |= {"shares": shares, "graphs": graphs}
-    compared = common | options | _rotation_of(parallel_config)
-    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", compared):
+    with nullcontext() if is_alone else agreed_settings(f"make the {name} parallel", facts | options):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{name} is already context-parallel: call unparallelize_pipeline first")
@@ -158,21 +157,16 @@ def unparallelize_pipeline(pipe: Any) -> None:
     del pipe.__dict__[INSTALLED]
 
 
-def _degrees_of(parallel_config: object) -> dict[str, Any]:
-    """Return the degrees of a configuration of any type that is accepted, and the names of the axes of its mesh."""
+def _facts_of(parallel_config: object) -> dict[str, Any]:
+    """Return what all ranks must have alike to make their groups, of a configuration of any type that is accepted."""
     config = getattr(parallel_config, "context_parallel_config", parallel_config)
-    axes = getattr(getattr(config, "mesh", None), "mesh_dim_names", None)
     return {
         "ring": getattr(config, "ring_degree", None),
         "ulysses": getattr(config, "ulysses_degree", None),
-        "mesh": axes,
+        "mesh": getattr(getattr(config, "mesh", None), "mesh_dim_names", None),
+        "rotate_method": getattr(config, "rotate_method", None),
+        "grid": getattr(config, "grid", None),
     }
-
-
-def _rotation_of(parallel_config: Any) -> dict[str, object]:
-    """Return how keys go around the ring: a grid needs groups that all ranks make together."""
-    config = getattr(parallel_config, "context_parallel_config", parallel_config)
-    return {name: getattr(config, name, None) for name in ("rotate_method", "grid")}
 
 
 def _check_started() -> None:
