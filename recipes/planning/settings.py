@@ -166,7 +166,7 @@ def _read_folder(path: Path) -> dict[str, Any]:
 
 def device_of(setting: Any) -> Device:
     """Return the device of the setting `gpu`. Raises: ValueError: it is not known, or a figure is invalid."""
-    from lightning_cp.planning.devices import GB, device_named
+    from lightning_cp.planning.devices import device_named
 
     figures = _plain(setting) if OmegaConf.is_dict(setting) else {"name": setting}
     name = str(figures.pop("name", "auto"))
@@ -177,10 +177,13 @@ def device_of(setting: Any) -> Device:
             return device_named(str(stored.pop("name", name)), {"source": "file", **stored})
         except ValueError as error:
             raise SettingsError(f"gpu={name} does not describe a device: {error}") from error
-    device = device_named(_this_device() if name == "auto" else name, figures)
-    if name == "auto" and device.kind == "cuda" and figures.get("memory_gb") is None:  # some are sold with less
-        return replace(device, memory_gb=_memory_bytes() / GB)
-    return device
+    if name != "auto":
+        return device_named(name, figures)
+    name, own_gb = _this_device()
+    device = device_named(name, figures)
+    if own_gb is None or figures.get("memory_gb") is not None:
+        return device
+    return replace(device, memory_gb=own_gb)  # some GPUs are sold with less than the table says
 
 
 def _stored_figures(file: Path) -> dict[str, Any]:
@@ -204,22 +207,16 @@ def _stored_figures(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in stored.items()}
 
 
-def _this_device() -> str:
-    """Return the name of this machine's device in the table, or the name that PyTorch gives it."""
+def _this_device() -> tuple[str, float | None]:
+    """Return the name of this machine's device, that of the table or PyTorch's, and a GPU's memory in GB."""
     import torch
 
-    from lightning_cp.planning.devices import name_in_table
+    from lightning_cp.planning.devices import GB, name_in_table
 
     if not torch.cuda.is_available():
-        return "cpu"
-    name = torch.cuda.get_device_name()
-    return name_in_table(name) or name.lower().replace(" ", "")
-
-
-def _memory_bytes() -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory)
+        return "cpu", None
+    gpu = torch.cuda.get_device_properties(0)
+    return name_in_table(gpu.name) or gpu.name.lower().replace(" ", ""), gpu.total_memory / GB
 
 
 def _load(file: str, name: str) -> Any:

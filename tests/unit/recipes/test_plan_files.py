@@ -65,6 +65,16 @@ def test_a_file_of_before_is_not_calibrated(tmp_path: Path) -> None:
     assert device.source == "measured, but without shards_share"
 
 
+@pytest.mark.parametrize(("given", "memory_gb"), [("auto", 40), ({"name": "auto", "memory_gb": 30}, 30)])
+def test_this_gpu_is_planned_with_its_own_memory(monkeypatch: pytest.MonkeyPatch, given: Any, memory_gb: float) -> None:
+    small = mock.Mock(total_memory=40 * 10**9)
+    small.name = "NVIDIA A100-PCIE-40GB"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: small)
+    device = settings.device_of(OmegaConf.create(given) if isinstance(given, dict) else given)
+    assert (device.tflops, device.memory_gb) == (312, memory_gb)
+
+
 def test_an_older_plan_stays_if_writing_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.json"
     file.write_text("{}")
