@@ -91,13 +91,21 @@ def training_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     The first floating-point input holds the latents. As in `Objective.sample_losses`, every rank has the whole latents,
     noise, noisy latents and target in float32.
     """
-    name, clean = next(
-        (name, x.float()) for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()
-    )
+    target, inputs = None, dict(inputs)
+    name = next((name for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+    if name is not None:
+        noisy, target = _noised(inputs[name].float())
+        inputs[name] = noisy.to(inputs[name].dtype)
+    output = next(of_type(Tensor, model(**inputs)))
+    if target is None or target.shape != output.shape:
+        target = torch.zeros(output.shape, device=output.device)
+    return (output.to(target.dtype) - target).square().mean()
+
+
+def _noised(clean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy latents and the target of flow matching."""
     noise = torch.randn_like(clean)
-    output = next(of_type(Tensor, model(**{**inputs, name: (clean + noise).to(inputs[name].dtype)})))
-    target = noise - clean if clean.shape == output.shape else torch.zeros(output.shape, device=output.device)
-    return (output.float() - target).square().mean()
+    return clean + noise, noise - clean
 
 
 @dataclass(frozen=True)

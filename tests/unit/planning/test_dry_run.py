@@ -271,3 +271,13 @@ def test_large_models_are_traced_within_20_seconds(model: str, lora: LoraSetting
     step = dry_run(build, inputs, layout, device=_GPU, adapt=lora and partial(add_lora, settings=lora))
     assert time.process_time() - started < 20
     assert step.peak["weights"] > 20 << 30
+
+
+def test_a_model_without_latents_among_its_arguments_has_a_loss() -> None:
+    class Tokens(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids)
+
+    model = Tokens(3, 2)
+    loss = training_loss(model, {"ids": torch.arange(3)})
+    assert float(loss.detach()) == pytest.approx(float(model.weight.detach().square().mean()))
