@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_excluded_with_its_memory() -> None:
     reasons = {x.layout: x.reason for x in found.excluded}
     assert reasons[Layout(data=2)].startswith("needs ")
     assert found.best is not None
-    assert found.best.peak_bytes <= request.available
+    assert found.best.step.peak_bytes <= request.available
     assert all(x.needs_bytes > request.available for x in found.excluded if x.needs_bytes)
     alone = replace(request, fixed={"data": 2, "sharded": False})
     assert [x.layout for x in search(replace(alone, memory_gb=1.01 * needed)).choices] == [Layout(data=2)]
