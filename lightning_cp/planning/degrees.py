@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_cp.nest import of_type
 from lightning_cp.planning.devices import DEVICES, GB, Device, name_in_table
 from lightning_cp.planning.layouts import layouts
-from lightning_cp.planning.models import PlannedModel
+from lightning_cp.planning.models import PlannedModel, heads_of
 from lightning_cp.planning.search import OF_EVERY_LAYOUT, Request, closest, ranked, search, why
 from lightning_cp.strategies.auto_degrees import Example
 
@@ -61,8 +61,7 @@ def choose_degrees(request_of: Callable[[int], Request | None], ranks: int, fixe
         given = "" if problems else f" with {', '.join(f'{name}={value}' for name, value in fixed.items())}"
         reasons = f": {'; '.join(dict.fromkeys(problems))}" if problems else ""
         raise ValueError(f"no degrees are possible on {ranks} ranks{given}{reasons}")
-    closest_result = min(results, key=lambda x: closest(x.excluded).needs_bytes)
-    raise ValueError(f"{closest_result.reason}, strategy=cp_fsdp or activation_checkpointing=full")  # both are given
+    raise ValueError(min(results, key=lambda x: closest(x.excluded).needs_bytes).reason)
 
 
 def device_of(gpu: tuple[str, int] | None, node_ranks: int) -> Device:
@@ -115,6 +114,7 @@ def plan_example(example: Example) -> Degrees:
         autocast=example.autocast,
         batch_size=_samples(inputs),
         plan=example.plan,
+        mlp_tiles=example.mlp_tiles,
     )
     return choose_degrees(lambda data: request, example.ranks, fixed)
 
@@ -125,14 +125,9 @@ def planned(transformer: nn.Module, inputs: Mapping[str, Any], tokens: int | Non
         id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in transformer.parameters()
     }
     empty = copy.deepcopy(transformer, memo)
-    heads = getattr(getattr(transformer, "config", None), "num_attention_heads", None)
-    return PlannedModel(
-        type(transformer).__name__,
-        lambda: copy.deepcopy(empty),
-        inputs,
-        heads=heads if isinstance(heads, int) else None,
-        tokens=tokens,
-    )
+    config = getattr(transformer, "config", None)  # of diffusers, or of another library
+    heads = heads_of(config) if isinstance(config, Mapping) else None
+    return PlannedModel(type(transformer).__name__, lambda: copy.deepcopy(empty), inputs, heads, tokens)
 
 
 def _by_name(transformer: nn.Module, arguments: Any) -> dict[str, Any]:

@@ -33,19 +33,17 @@ from lightning_cp.planning.recorder import Recorder
 from lightning_cp.planning.recording import TRAINING, StepSettings, record_step
 from lightning_cp.planning.step import Layout, Step
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
 
 def kind_of(block: nn.Module) -> Hashable:
     """Return what blocks have in common that do the same: classes, plain settings and the forms of weights."""
     modules = tuple(
-        (name, type(inner), tuple(sorted((key, repr(value)) for key, value in vars(inner).items() if _is_plain(value))))
+        (name, type(inner), tuple(sorted((key, repr(x)) for key, x in vars(inner).items() if isinstance(x, _PLAIN))))
         for name, inner in block.named_modules()
     )
     weights = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in block.named_parameters())
     return modules, weights
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, tuple))
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,8 @@ def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Sh
             repeats[blocks[margin]] = len(blocks) - 2 * margin
         else:
             repeats |= dict.fromkeys(blocks, 1)
-    weights = {x: (removed.get(inner, inner), name) for inner, name, x in _weights(model)}
+    named = ((inner, *item) for inner in model.modules() for item in inner.named_parameters(recurse=False))
+    weights = {x: (removed.get(inner, inner), name) for inner, name, x in named}
     for where in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         parent, _, name = where.rpartition(".")
         blocks_left = [x for x in submodule(model, where).children() if x not in removed]
@@ -102,11 +101,6 @@ def _differ(model: nn.Module, paths: Sequence[str]) -> bool:
     of_each = (x for x in lists if len(x) in counts and x not in inside and inside.isdisjoint(x))
     shared = Counter(x for _, x in model.named_parameters(remove_duplicate=False))
     return any(True for _ in of_each) or any(shared[x] > 1 for block in blocks for x in block.parameters())
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for inner in model.modules():
-        yield from ((inner, name, x) for name, x in inner.named_parameters(recurse=False))
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -180,7 +174,7 @@ def dry_run(
                 placed = replace(Tensor, lambda x: without_storage(x) if x.is_meta else x, dict(inputs))
                 return record_step(model, placed, layout, groups, settings, weights=weights, repeats=blocks.repeats)
         except Exception as error:
-            if _reads_values(error):
+            if "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error):
                 raise UntraceableError(
                     f"this forward cannot be traced: it reads values of a tensor, or makes one of a size that depends "
                     f"on values{_where(error)} ({type(error).__name__}: {error}). If the tensor is an input, pass it "
@@ -196,11 +190,6 @@ def dry_run(
             BUFFERS.forget()
     same: Any = {"rank": rank, "device": device, "dtype": dtype, "adapt": adapt, "plan": plan, "kernel": kernel}
     return dry_run(build, inputs, layout, settings, mlp_tiles=mlp_tiles, every_block=True, **same)
-
-
-def _reads_values(error: Exception) -> bool:
-    """Return True if an error of a dry run comes from values that a tensor without storage does not have."""
-    return "fake_tensor" in type(error).__module__ or ".numpy() is not supported" in str(error)
 
 
 def is_ours(error: Exception) -> bool:

@@ -54,7 +54,9 @@ class MediaSize:
     batch: int = 1
 
 
-_HEADS = ("num_attention_heads", "num_heads", "n_heads")  # entries of configurations
+def heads_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of query heads in a model's configuration; None: it is not there."""
+    return next((config[x] for x in ("num_attention_heads", "num_heads", "n_heads") if x in config), None)
 
 
 def diffusers_model(
@@ -104,7 +106,7 @@ def diffusers_model(
         name or kind,
         partial(built.from_config, dict(config)),
         example.make(values, _empty),
-        next((values[name] for name in _HEADS if name in values), None),
+        heads_of(values),
         values["tokens"],
         not values.get("guidance_embeds") if guided is None else guided,
     )

@@ -168,10 +168,6 @@ class SearchResult:
 _LOG = logging.getLogger(__name__)
 OF_EVERY_LAYOUT = (NoPlanError, UntraceableError)  # errors of a dry run that no layout would avoid
 CLASS = 1.15  # choices within this factor of the best cannot be ordered by predictions
-_ADVICE = {
-    "train": "Try lora.rank=16, mlp_tiles=auto, a smaller batch_size or size, or more ranks",
-    "sample": "Try components=false with stages=offload, a smaller size, or more ranks",
-}
 
 
 def search(request: Request) -> SearchResult:
@@ -291,7 +287,17 @@ class _Search:
         request, found = self.request, closest(self.excluded)
         least = "at least " if found.is_least else ""
         missing = f"{least}{(found.needs_bytes - request.available) / GB:.3g} GB more than {request.memory:.4g} GB"
-        return f"nothing fits: {described(found.layout)} needs {missing}. {_ADVICE[request.task]}"
+        trains, fixed = request.task == "train", request.fixed
+        advice = {
+            "strategy=cp_fsdp": trains and fixed.get("sharded") is False,
+            "activation_checkpointing=full": trains and fixed.get("checkpointing") in ("none", "selective"),
+            "lora.rank=16": trains and request.adapt is None,
+            "mlp_tiles=auto": trains and request.mlp_tiles is None,
+            "components=false with stages=offload": bool(request.others),
+            "a smaller batch_size": trains and request.batch_size > 1,
+        }
+        tried = "".join(f"{name}, " for name, helps in advice.items() if helps)
+        return f"nothing fits: {described(found.layout)} needs {missing}. Try {tried}a smaller size, or more ranks"
 
     def _too_large(self, layout: Layout, needed: float, *, is_least: bool = False) -> None:
         total, least = needed / GB + self.request.taken_gb, "at least " if is_least else ""

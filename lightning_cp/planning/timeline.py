@@ -99,12 +99,10 @@ class _Clock:
             self.by_bound[COMPUTE] += seconds
         elif isinstance(event, Start):
             self.host += self._device.exchange_us * 1e-6
-            bandwidth = self._device.bandwidth(span_of(event.link, self._layout))
-            bandwidth *= self._device.shards_share if event.of_shards else 1.0
+            span = span_of(event.link, self._layout)
+            bandwidth = self._device.bandwidth(span) * (self._device.shards_share if event.of_shards else 1.0)
             ready = self._used.get(event.link, 0.0) if event.is_ahead else self.compute
-            link = event.link
-            if link == "row" and span_of(link, self._layout) > self._device.node_ranks:
-                link = "column"  # both are between nodes
+            link = "column" if event.link == "row" and span > self._device.node_ranks else event.link  # between nodes
             begin = max(self.host, ready, self._links.get(link, 0.0))
             end = begin + self._device.latency_us * 1e-6 + event.sent_bytes / bandwidth
             self._links[link] = end

@@ -25,14 +25,13 @@ class Example:
         transformer: the model, on any device.
         arguments: arguments of one forward as a tuple or a dict, with whole tensors, which may be on the meta device.
         plan: plan of the transformer.
-        ranks: number of ranks.
-        node_ranks: number of ranks on one node.
+        ranks, node_ranks: number of ranks, and of those on one node.
         data: number of data ranks; None: the planner chooses it.
         sharded: True if FSDP2 shards the weights.
         gpu: name and memory in bytes of the GPU of one rank; None: the ranks compute on CPU.
         dtype: dtype to which the weights are cast; None: they are not cast.
         autocast: dtype of `torch.autocast`; None: no autocast.
-        rotate_method: see `ContextParallelConfig`.
+        rotate_method, mlp_tiles: see `ContextParallelStrategy`.
     """
 
     transformer: nn.Module
@@ -46,6 +45,7 @@ class Example:
     dtype: torch.dtype | None
     autocast: torch.dtype | None
     rotate_method: str = "allgather"
+    mlp_tiles: int | str | None = None
 
 
 def propose_degrees(planner: Callable[[Example], Any], example: Callable[[], Example]) -> tuple[tuple[int, ...], str]:
@@ -97,4 +97,5 @@ def example_of(
         DTYPE_OF.get(str(plugin.precision)),
         AUTOCAST_OF.get(str(plugin.precision)),
         context.settings.rotate_method,
+        context.settings.mlp_tiles,
     )

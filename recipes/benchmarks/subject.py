@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.plans.examples import EXAMPLES
 
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
 SINGLE_RANK = "one process"  # on a GPU
@@ -51,3 +54,17 @@ def parallel(model: nn.Module, mode: ContextParallelConfig, check_peers: str = "
     """Make a model context-parallel in place and return it."""
     parallelize(model, mode, check_peers=check_peers)
     return model
+
+
+def example_inputs(model: Any, device: torch.device, **sizes: int) -> dict[str, Any]:
+    """Return random arguments of a forward, in the dtype of the model.
+
+    Args: sizes: see `ExampleInputs.sized`; missing ones are 1. Height and width of one token are the model's patch.
+    """
+    example, config = EXAMPLES[type(model).__name__], model.config
+    patch = example.patches(config)[1]
+    media = {"batch": 1, "text": 1, "audio": 1, "frames": 1, "height": patch, "width": patch} | sizes
+    inputs = example.make(
+        example.sized(config, media), lambda _, dims: torch.randn(dims, device=device).to(model.dtype)
+    )
+    return {**inputs, "return_dict": False}

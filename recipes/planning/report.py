@@ -26,18 +26,8 @@ def table(result: SearchResult, rows: int) -> Table:
         title=rich_text(f"{request.model.name}, {request.task}, {request.ranks} × {request.device.name}"),
         title_justify="left",
     )
-    for column in (
-        "",
-        "layout",
-        "GB",
-        "ms / step",
-        _UNITS[request.task],
-        "bound",
-        "compute",
-        "host",
-        "links",
-        "GB sent",
-    ):
+    numbers = ("compute", "host", "links", "GB sent")
+    for column in ("", "layout", "GB", "ms / step", _UNITS[request.task], "bound", *numbers):
         shown.add_column(column, justify="left" if column in ("", "layout", "bound") else "right")
     for number, choice in enumerate(result.choices[:rows]):
         parts = choice.times.by_bound

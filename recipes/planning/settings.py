@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -48,7 +48,7 @@ def request_of(config: DictConfig) -> Request:
     if precision not in _PRECISIONS:
         raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
     dtype, autocast = _PRECISIONS[precision]
-    plan = None if config.plan is None else _load(config.plan, "plan")
+    plan = None if config.plan is None else load_target(f"{config.plan}:plan")
     modules, uncounted = components_of(_components(config))
     vae = next((x for x in modules.values() if is_vae(x)), None)
     size = getattr(torch, dtype).itemsize
@@ -81,7 +81,7 @@ def model_of(config: DictConfig, compression: tuple[int, int] | None) -> Planned
     if name.endswith(".py"):
         if not path.is_file():
             raise SettingsError(f"model={name} does not exist: must be a Python file with model() and inputs()")
-        build, inputs = (_load(name, key) for key in ("model", "inputs"))
+        build, inputs = (cast("Any", load_target(f"{name}:{key}")) for key in ("model", "inputs"))
         return PlannedModel(path.stem, build, inputs(), guided=config.guidance is True)
     values: dict[str, Any] = {"class": name, "config": {}, "size": {}}
     if name in config.models:
@@ -217,10 +217,6 @@ def _this_device() -> tuple[str, float | None]:
         return "cpu", None
     gpu = torch.cuda.get_device_properties(0)
     return name_in_table(gpu.name) or gpu.name.lower().replace(" ", ""), gpu.total_memory / GB
-
-
-def _load(file: str, name: str) -> Any:
-    return load_target(f"{file}:{name}")
 
 
 def _plain(value: Any) -> Any:

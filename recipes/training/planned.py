@@ -68,6 +68,7 @@ def plan_training(config: DictConfig, ranks: int, *, node_ranks: int, gpu: tuple
             dtype=DTYPE_OF.get(precision, next(transformer.parameters()).dtype),
             autocast=AUTOCAST_OF.get(precision),
             batch_size=samples,
+            mlp_tiles=config.mlp_tiles,
         )
 
     return choose_degrees(request_of, ranks, fixed)

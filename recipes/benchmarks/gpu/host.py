@@ -18,7 +18,7 @@ from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.recipes.benchmarks import peers
 from lightning_cp.recipes.benchmarks.gpu.results import Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import passes_in_turn
-from lightning_cp.recipes.benchmarks.subject import parallel
+from lightning_cp.recipes.benchmarks.subject import example_inputs, parallel
 from lightning_cp.recipes.runs.ranks import modes
 
 _PEER = "diffusers Ulysses"
@@ -103,19 +103,14 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Resul
         model = make(model_of(blocks))
         if compiled:
             model.compile_repeated_blocks()  # type: ignore[operator]
-        dtype = next(model.parameters()).dtype
-        inputs = {
-            "hidden_states": torch.randn(1, 4, ranks, 4, settings.tokens, device=device).to(dtype),
-            "timestep": torch.ones(1, device=device),
-            "encoder_hidden_states": torch.randn(1, 4, 8, device=device).to(dtype),
-        }
+        inputs = example_inputs(model, device, frames=ranks, height=4, width=settings.tokens, text=4)
 
         def forward() -> None:
             with torch.no_grad():
-                model(**inputs, return_dict=False)
+                model(**inputs)
 
         def with_backward() -> None:
-            model(**inputs, return_dict=False)[0].sum().backward()
+            model(**inputs)[0].sum().backward()
             model.zero_grad()
 
         return [forward, with_backward]

@@ -20,7 +20,7 @@ from lightning_cp.engine.graphs import GraphedForward, recorder_for
 from lightning_cp.recipes.benchmarks import peers
 from lightning_cp.recipes.benchmarks.gpu.results import Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import passes_in_turn
-from lightning_cp.recipes.benchmarks.subject import UNCHECKED, copy_sharing_weights, parallel
+from lightning_cp.recipes.benchmarks.subject import UNCHECKED, copy_sharing_weights, example_inputs, parallel
 from lightning_cp.recipes.runs.ranks import modes
 from lightning_cp.undoable import intercept_calls
 
@@ -40,6 +40,8 @@ def transformer_times(config: DictConfig) -> Iterator[Measurement]:
 def _measure(config: DictConfig, ranks: int, result: Result) -> None:
     device, settings = torch.device(config.device), config.transformer
     model = _flux(config, device)
+    image, text = settings.image_tokens, settings.text_tokens
+    inputs = example_inputs(model, device, width=2 * image, text=text)
 
     with fake_world(ranks):
         makers: dict[str, Callable[[nn.Module], nn.Module]] = {}
@@ -47,19 +49,17 @@ def _measure(config: DictConfig, ranks: int, result: Result) -> None:
             makers[name] = functools.partial(parallel, mode=mode)
             makers[name + UNCHECKED] = functools.partial(parallel, mode=mode, check_peers="off")
         # A model is parallel for one world only.
-        steps = {
-            name: _passes(make(copy_sharing_weights(model)), _inputs(config, 1, device))
-            for name, make in makers.items()
-        }
-        steps[_ALONE] = _passes(model, _inputs(config, ranks, device))
+        steps = {name: _passes(make(copy_sharing_weights(model)), inputs) for name, make in makers.items()}
+        local_inputs = example_inputs(model, device, width=2 * (image // ranks), text=text // ranks)
+        steps[_ALONE] = _passes(model, local_inputs)
         memory: dict[str, int] = {}
         if device.type == "cuda":
             for name, mode in modes(ranks).items():
-                steps[name + _GRAPH], memory[name + _GRAPH] = _replayed(copy_sharing_weights(model), mode, config)
+                steps[name + _GRAPH], memory[name + _GRAPH] = _replayed(copy_sharing_weights(model), mode, inputs)
             steps[_ALONE + _GRAPH] = [_captured(steps[_ALONE][0])]
         for name, enable in peers.models(device).items():
             try:
-                passes = _passes(enable(copy_sharing_weights(model)), _inputs(config, 1, device))
+                passes = _passes(enable(copy_sharing_weights(model)), inputs)
                 for step in passes:
                     step()
                 steps[name] = passes
@@ -101,23 +101,6 @@ def _flux(config: DictConfig, device: torch.device) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _inputs(config: DictConfig, parts: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a forward for one part of the tokens."""
-    image, text = (config.transformer[name] // parts for name in ("image_tokens", "text_tokens"))
-    dtype = getattr(torch, config.attention.dtype)
-    shapes = {
-        "hidden_states": (1, image, 64),
-        "encoder_hidden_states": (1, text, 4096),
-        "pooled_projections": (1, 768),
-        "timestep": (1,),
-        "guidance": (1,),
-        "img_ids": (image, 3),
-        "txt_ids": (text, 3),
-    }
-    tensors = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
-    return {**tensors, "return_dict": False}
-
-
 def _passes(model: nn.Module, inputs: Mapping[str, Any]) -> list[Callable[[], object]]:
     latents: Tensor = inputs["hidden_states"].clone().requires_grad_()
 
@@ -133,12 +116,12 @@ def _passes(model: nn.Module, inputs: Mapping[str, Any]) -> list[Callable[[], ob
 
 
 def _replayed(
-    model: nn.Module, mode: ContextParallelConfig, config: DictConfig
+    model: nn.Module, mode: ContextParallelConfig, inputs: Mapping[str, Any]
 ) -> tuple[list[Callable[[], object]], int]:
     """Run a parallel model in a CUDA graph, as pipelines do. Returns: its forward; bytes of the graph."""
     graphed = GraphedForward(parallelize(model, mode), True, recorder_for)
     intercept_calls(model, graphed.run)
-    forward = _passes(model, _inputs(config, 1, torch.device(config.device)))[:1]
+    forward = _passes(model, inputs)[:1]
     for _ in range(3):
         forward[0]()
     return forward, graphed.num_bytes

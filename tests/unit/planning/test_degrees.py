@@ -51,7 +51,7 @@ def test_without_memory_the_missing_gb_and_the_cheapest_change_are_named(request
     small = replace(request_of_two, memory_gb=2 + 3 * weights)
     with pytest.raises(
         ValueError,
-        match=r"nothing fits: ulysses 4 needs .* GB more than 2.*more ranks, strategy=cp_fsdp or activation_checkp",
+        match=r"nothing fits: ulysses 4 needs .* GB more than 2.*Try strategy=cp_fsdp, activation_checkpointing=full",
     ):
         choose_degrees(lambda data: small, 4, settings)
 
