@@ -42,11 +42,11 @@ class PipelineSettings:
     def __post_init__(self) -> None:
         if not STALL_S.passes(self.stall_s):
             raise ValueError(f"stall_s={self.stall_s!r} must be {STALL_S.describe().replace('null', 'None')}")
-        stages = len(self.pipe) if isinstance(self.pipe, (list, tuple)) else self.pipe
+        pipe = len(self.pipe) if isinstance(self.pipe, (list, tuple)) else self.pipe
         checked = {
             "config": context_config(self.parallel_config),
             "cfg": check_degree("cfg", self.cfg, default=1),
-            "num_stages": check_degree("pipe", stages, default=1),
+            "num_stages": check_degree("pipe", pipe, default=1),
             "patches": check_degree("patches", self.patches, default=1),
             "shard": tuple(dict.fromkeys([self.shard] if isinstance(self.shard, str) else self.shard)),
         }

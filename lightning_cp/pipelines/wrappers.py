@@ -83,7 +83,7 @@ def synchronized(state: ParallelPipeline) -> Around:
     """
     pipe = state.pipeline
     signature = inspect.signature(type(pipe).__call__)
-    runner, votes, stages = state.branch_runner, state.votes, state.component_stages
+    runner, votes, component_stages = state.branch_runner, state.votes, state.component_stages
     in_patches = state.patch_runners.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ def synchronized(state: ParallelPipeline) -> Around:
             runner.begin(may_start_late=guidance_may_start_late(pipe, arguments))
             undo = _watch_steps(state)
             try:
-                with nullcontext() if stages is None else stages.call(arguments):
+                with nullcontext() if component_stages is None else component_stages.call(arguments):
                     result = resolve_all(call(*args, **kwargs))
                 for installed in state.installed.values():  # so that no later call raises a difference of this one
                     installed.session.peers.finish()
