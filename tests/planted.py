@@ -4,7 +4,7 @@
     python -m tests.planted 3 17      faults 3 and 17
 
 Run it before and after a change that removes tests. Each line is a fault: file, old text (found once in the file), new
-text, and the tests of the default suite that must fail. Files are restored afterwards.
+text, and the tests that must fail: of the default suite, or `full` ones on the stand-in for NCCL. Files are restored.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Fault(NamedTuple):
 
 
 _EXACT = "dist/attention/test_exactness.py"
+_STRICT, _PATCHES = "dist/comm/test_strict.py -m full -k", "pipelines/pipefusion"
 FAULTS = (
     # attention: wrong direction, dropped mask, parts merged or summed wrongly
     Fault("comm/ring_exchange.py", "owner = (rank - step) % size", "owner = (rank + step) % size", _EXACT),
@@ -118,6 +119,23 @@ FAULTS = (
     # a grid: dQ not summed over the row, a partial result merged twice
     Fault("attention/grid.py", "Grads(grads.sum(0, dtype=", "Grads(grads[:1].sum(0, dtype=", _EXACT),
     Fault("attention/grid.py", "zip(*parts, strict=True):", "[*zip(*parts), *zip(*parts)]:", _EXACT),
+    # transfers: read before they are complete, given back in flight, posted in an order in which ranks wait in a circle
+    Fault(
+        "comm/ring_exchange.py", "chunk.clear()\n        pending.wait()\n", "chunk.clear()\n", f"{_STRICT} attention"
+    ),
+    Fault(
+        "comm/ring_exchange.py", "        pending.wait()\n        BUFFERS.give(outgoing)\n", "", f"{_STRICT} attention"
+    ),
+    Fault("attention/ulysses.py", "    pending.wait()\n", "", f"{_STRICT} attention"),
+    Fault(
+        f"{_PATCHES}/links.py",
+        "buffer, pending = self._incoming.pop(key)\n        pending.wait()",
+        "buffer, _ = self._incoming.pop(key)",
+        f"{_STRICT} patches",
+    ),
+    Fault(
+        f"{_PATCHES}/transfers.py", "while len(self._delayed) > newest:", "while self._delayed:", f"{_STRICT} patches"
+    ),
 )
 
 
@@ -128,13 +146,15 @@ def find(fault: Fault) -> bool:
     assert text.count(fault.old) == 1, f"{fault.old!r} must be once in {fault.file}"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"]
     tests = [
-        part if part.startswith("-") or before == "-k" else f"tests/{part}" for before, part in _words(fault.tests)
+        part if part.startswith("-") or before in ("-k", "-m") else f"tests/{part}"
+        for before, part in _words(fault.tests)
     ]
     path.write_text(text.replace(fault.old, fault.new))
     try:
         ended = subprocess.run([*command, *tests], cwd=root, capture_output=True, text=True)
     finally:
         path.write_text(text)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # no test has run
     last = next((line for line in reversed(ended.stdout.splitlines()) if line.startswith(("FAILED", "ERROR"))), "")
     print(f"  {last[:160]}")
     return ended.returncode == 1

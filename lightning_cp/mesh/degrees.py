@@ -30,9 +30,10 @@ def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
     return by_degree[degree]
 
 
-def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None, shares: object = None) -> None:
+def check_degrees(degrees: Any, *, ring: int, ulysses: int, grid: object = None, **others: object) -> None:
     """Check the setting `degrees`: largest number of tokens -> context degree, or "auto".
 
+    Args: others: settings that must be None beside it, by name.
     Raises: TypeError, ValueError: the message names the setting, its value and what is valid.
     """
     if degrees is None:
@@ -40,12 +41,13 @@ def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None,
     if degrees == AUTO:
         if (ring, ulysses) != (1, 1):
             raise ValueError(f"degrees='auto' chooses ring={ring} and ulysses={ulysses}: leave them out")
-        _check_alone("'auto'", mesh=mesh, shares=shares)
+        _check_alone("'auto'", grid=grid, **others)
         return
     if not isinstance(degrees, Mapping):
         raise TypeError(
             f"degrees={degrees!r} must be a dict from numbers of tokens to degrees, such as {{4096: 1}}, or 'auto'"
         )
+    _check_alone(dict(degrees), **others)
     for tokens, degree in degrees.items():
         for value in (tokens, degree):
             if not Integer(1).passes(value):
@@ -54,7 +56,6 @@ def check_degrees(degrees: Any, *, ring: int, ulysses: int, mesh: object = None,
     by_tokens = [degrees[tokens] for tokens in sorted(degrees)]
     if by_tokens != sorted(by_tokens):
         raise ValueError(f"degrees={dict(degrees)!r}: longer samples must have the same or a larger degree")
-    _check_alone(dict(degrees), mesh=mesh, shares=shares)
 
 
 def _check_alone(degrees: object, **others: object) -> None:

@@ -54,10 +54,9 @@ class StrategySettings:
         if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
             raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
         check_rules(self)
+        others = {"mesh": self.mesh, "shares": self.shares, "grid": self.grid}
+        check_degrees(self.degrees, ring=self.ring, ulysses=self.ulysses, **others)
         check_shares(self.shares, ring=self.config.ring, ulysses=self.config.ulysses)
-        check_degrees(
-            self.degrees, ring=self.config.ring, ulysses=self.config.ulysses, mesh=self.mesh, shares=self.shares
-        )
 
     @cached_property
     def config(self) -> ContextParallelConfig:

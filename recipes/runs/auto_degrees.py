@@ -31,7 +31,7 @@ def with_degrees(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     if is_single(config):
         return _replaced(config, dict.fromkeys(chosen, 1)), None
     text = " ".join(f"{name}=auto" for name in chosen)
-    for key in ("shares", "degrees.by_tokens"):
+    for key in ("shares", "degrees.by_tokens", "grid"):
         if read(config, key) is not None:
             raise SettingsError(f"{text} does not work with {key}={show(read(config, key))}: set ring and ulysses")
     ranks = _ranks(config, machine, env, text)

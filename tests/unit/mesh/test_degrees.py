@@ -33,7 +33,9 @@ def test_invalid_degrees_are_named(degrees: object, message: str) -> None:
 
 
 def test_degrees_need_the_usual_mesh_and_equal_devices() -> None:
-    check_degrees({128: 2, 64: 1}, ring=2, ulysses=2)
+    check_degrees({128: 2, 64: 1}, ring=2, ulysses=2, grid=(1, 2))
+    with pytest.raises(ValueError, match="'auto' does not work with grid"):
+        check_degrees("auto", ring=1, ulysses=1, grid=(1, 2))
     with pytest.raises(ValueError, match="does not work with shares"):
         check_degrees({64: 1}, ring=2, ulysses=1, shares=(2, 1))
 

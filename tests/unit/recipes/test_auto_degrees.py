@@ -66,6 +66,7 @@ def test_one_rank_has_nothing_to_choose(asked: list[Any]) -> None:
         ("ring=auto", "ring=auto needs the number of ranks: set devices"),
         ("ring=auto ulysses=auto devices=2 shares=[1,2]", r"ring=auto ulysses=auto does not work with shares=\[1, 2\]"),
         ("ulysses=auto devices=2 degrees.by_tokens={8:1}", "ulysses=auto does not work with degrees.by_tokens="),
+        ("ring=auto devices=6 rotate_method=grid grid=[2,3]", r"ring=auto does not work with grid=\[2, 3\]"),
         ("ring=auto devices=2 batch_size=3 data_parallel=2", "ring=auto: no degrees are possible on 2 ranks"),
     ],
 )
