@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from lightning_cp.finetune.adapters.lora_settings import LoraSettings
     from lightning_cp.finetune.card import ModelCard
     from lightning_cp.finetune.control_pipeline import new_controlnet
-    from lightning_cp.finetune.data import hold_out
-    from lightning_cp.finetune.divided_data import divided_loader
+    from lightning_cp.finetune.data import divided_loader, hold_out
     from lightning_cp.finetune.host_weights import offload_blocks
     from lightning_cp.finetune.load import load_transformer, meta_transformer
     from lightning_cp.finetune.module import FineTuning

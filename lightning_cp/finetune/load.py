@@ -16,8 +16,7 @@ from lightning_cp.engine.meta import default_dtype, load_when_allocated, weights
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.pipeline import quantised_error
-from lightning_cp.finetune.stream import WeightStream
-from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
+from lightning_cp.finetune.weight_files import WeightFiles, WeightStream, find_weights, local_pipeline
 from lightning_cp.pipeline_folder import read_index
 from lightning_cp.plans import registered_plan
 

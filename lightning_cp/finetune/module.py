@@ -20,8 +20,8 @@ from lightning_cp.data import bucket_loader
 from lightning_cp.engine.paths import class_of
 from lightning_cp.export import diffusers_model_of, on_rank_zero, save_lora, save_pretrained
 from lightning_cp.finetune.adapters.comfyui import COMFYUI_FILE, write_for_comfyui
-from lightning_cp.finetune.adapters.lora_plus import scale_second_matrices
-from lightning_cp.finetune.divided_data import divided_loader, needs_division, set_degree
+from lightning_cp.finetune.adapters.lora import scale_second_matrices
+from lightning_cp.finetune.data import divided_loader, needs_division, set_degree
 from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.objectives import (
@@ -31,7 +31,7 @@ from lightning_cp.finetune.objectives import (
     micro_batches,
     objective_for,
 )
-from lightning_cp.finetune.objectives.divided_batch import DividedBatch
+from lightning_cp.finetune.objectives.micro_batch import DividedBatch
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.training.modes import without_cudnn_attention

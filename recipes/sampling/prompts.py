@@ -21,8 +21,8 @@ from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.encoders import pipeline_class
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.media.images import open_image
+from lightning_cp.finetune.prompt_list import sample_prompts_of
 from lightning_cp.finetune.prompt_samples import PromptSampler
-from lightning_cp.finetune.prompts.prompt_list import sample_prompts_of
 from lightning_cp.recipes.sampling.album import Album
 from lightning_cp.recipes.settings.components import components_of
 from lightning_cp.recipes.training.run import Run

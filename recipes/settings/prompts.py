@@ -5,7 +5,7 @@ Imports neither torch nor diffusers.
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.finetune.prompts.prompt_list import sample_prompts_of
+from lightning_cp.finetune.prompt_list import sample_prompts_of
 from lightning_cp.recipes.settings.table import Setting, SettingsError, read, show
 from lightning_cp.rules import Integer, OneOf
 

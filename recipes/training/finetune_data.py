@@ -16,7 +16,7 @@ from lightning_cp.data.divided_sampler import BatchDivision, DividedBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError
 from lightning_cp.files import read_json
-from lightning_cp.finetune.divided_data import needs_division, step_degrees
+from lightning_cp.finetune.data import needs_division, step_degrees
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.fits import width_of
 from lightning_cp.finetune.weight_files import local_pipeline

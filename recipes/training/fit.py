@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.checkpoint import parse_manifest
-from lightning_cp.finetune.divided_data import set_degree
+from lightning_cp.finetune.data import set_degree
 from lightning_cp.finetune.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import MicroBatch
-from lightning_cp.finetune.objectives.divided_batch import DividedBatch
+from lightning_cp.finetune.objectives.micro_batch import DividedBatch
 from lightning_cp.launch.channel import StopRequest
 from lightning_cp.recipes.training.loop import Steps
 from lightning_cp.recipes.training.precision import WithPrecision

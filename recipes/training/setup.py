@@ -21,7 +21,7 @@ from lightning_cp.data.divided_sampler import DividedBatchSampler
 from lightning_cp.data.random_state import seeds_of_loader
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import checkpoint_blocks
-from lightning_cp.finetune.divided_data import DividedData
+from lightning_cp.finetune.data import DividedData
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.finetune.objectives import Objective

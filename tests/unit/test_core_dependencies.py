@@ -14,9 +14,9 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
-    "finetune/families/video/spectrogram.py": {"transformers"},
+    "finetune/families/video/sound.py": {"transformers"},
     "finetune/adapters/lora.py": {"peft"},
-    "finetune/media/archives/parquet.py": {"pyarrow"},
+    "finetune/media/archives.py": {"pyarrow"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/run.py": {"transformers"},
     "pipelines/components.py": {"transformers"},

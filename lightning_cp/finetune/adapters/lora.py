@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cp.compat.versions import needs
+from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
 from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
-from lightning_cp.finetune.adapters.lora_values import ADAPTER, set_factors, set_matrices
 from lightning_cp.finetune.families import Family
 from lightning_cp.training.ema import full_tensor
 
@@ -189,3 +190,72 @@ def _checked_alpha(settings: LoraSettings, file: LoraFile | None, rank: int) -> 
             f"lora.alpha={settings.alpha} differs from alpha={saved} of lora.file={file.path}: leave lora.alpha unset"
         )
     return saved or settings.alpha or rank
+
+
+ADAPTER = "default"  # name of the adapter in the transformer
+_FACTORS = ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")  # of LoKr; the first one starts at zero
+
+
+def set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, seed: int) -> None:
+    """Replace the matrices of a layer's LoRA by float32 ones: given ones, or random and zero.
+
+    Args: layer: the adapted layer. name: its name, from which with `seed` the values are drawn.
+    """
+    a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    if values is None:
+        values = _drawn(a.weight, _generator(name, seed)), torch.zeros(b.weight.shape, dtype=torch.float32)
+    for matrix, value in zip((a, b), values, strict=True):
+        matrix.weight = nn.Parameter(value.to(_device(matrix.weight), torch.float32, copy=True))
+    if ADAPTER in layer.lora_magnitude_vector:  # DoRA: the norms with these matrices, in float32
+        layer.lora_magnitude_vector[ADAPTER].update_layer(
+            base_layer=layer.get_base_layer(), lora_A=a.weight, lora_B=b.weight, scaling=layer.scaling[ADAPTER]
+        )
+
+
+def set_factors(layer: Any, name: str, seed: int) -> None:
+    """Replace the factors of a layer's LoKr by float32 ones: zero and random, as in peft. See `set_matrices`."""
+    generator = _generator(name, seed)
+    for kind in _FACTORS:
+        factors = getattr(layer, kind)
+        if ADAPTER in factors:
+            old = factors[ADAPTER]
+            value = torch.zeros(old.shape) if kind == _FACTORS[0] else _drawn(old, generator)
+            factors[ADAPTER] = nn.Parameter(value.to(_device(old), torch.float32))
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hashed_seed(f"{seed}/{name}"))
+
+
+def _drawn(like: Tensor, generator: torch.Generator) -> Tensor:
+    value = torch.empty(like.shape, dtype=torch.float32)
+    return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)  # as peft does
+
+
+def _device(x: Tensor) -> torch.device:
+    return torch.device("cpu") if x.is_meta else x.device
+
+
+def scale_second_matrices(optimizer: Optimizer, module: nn.Module, ratio: float) -> None:
+    """Multiply the learning rate of the matrices `lora_B` by a ratio. Call it before the optimizer's first step.
+
+    A parameter group that also has other weights keeps them; the matrices get a group with its other settings.
+
+    Args:
+        module: has the adapters.
+        ratio: learning rate of `lora_B`, divided by that of `lora_A`.
+    Raises: ValueError: the optimizer has no such matrices.
+    """
+    second = {id(x) for name, x in module.named_parameters() if ".lora_B." in name}
+    has_second = False
+    for group in list(optimizer.param_groups):
+        matrices = [x for x in group["params"] if id(x) in second]
+        others = [x for x in group["params"] if id(x) not in second]
+        has_second |= bool(matrices)
+        if matrices and others:
+            group["params"] = others
+            optimizer.add_param_group({**group, "params": matrices, "lr": group["lr"] * ratio})
+        elif matrices:
+            group["lr"] *= ratio
+    if not has_second:
+        raise ValueError(f"lora_lr_ratio={ratio} needs adapters (add_lora): the optimizer has no matrices lora_B")

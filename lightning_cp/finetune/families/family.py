@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import decode_latents, latent_moments
-from lightning_cp.finetune.families.latents import Latents
+from lightning_cp.finetune.families.latents import Latents, decode_latents, latent_moments
 from lightning_cp.finetune.families.shift import ResolutionShift
 
 Sample = dict[str, Tensor]  # what is stored for one sample: tensors by name, without a batch dim

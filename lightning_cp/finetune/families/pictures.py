@@ -19,7 +19,7 @@ from lightning_cp.finetune.families.family import (
     per_channel,
     stored_latents,
 )
-from lightning_cp.finetune.families.packing import unpack
+from lightning_cp.finetune.families.latents import unpack
 from lightning_cp.finetune.families.shift import shift_facts, shift_from
 
 

@@ -14,7 +14,7 @@ from lightning_cp.engine.apply import apply_context_parallel, installed_on
 from lightning_cp.engine.check import average_in_place
 from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.family_check.proof import Proof
-from lightning_cp.finetune.objectives.default import objective_for
+from lightning_cp.finetune.objectives.experts import objective_for
 from lightning_cp.finetune.objectives.objective import Objective, activation_dtype
 from lightning_cp.finetune.side import freeze_base, models_by_component
 

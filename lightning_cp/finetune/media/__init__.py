@@ -1,7 +1,6 @@
 """Find and read training media: images, videos, captions, and the sizes they are cropped to."""
 
-from lightning_cp.finetune.media.buckets import Bucket, default_buckets, explicit_buckets, nearest_bucket
-from lightning_cp.finetune.media.fit import Crop, fit
+from lightning_cp.finetune.media.buckets import Bucket, Crop, default_buckets, explicit_buckets, fit, nearest_bucket
 from lightning_cp.finetune.media.folders import DataFolder, find_in_folders
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.media.load import LoadedMedia, load_media

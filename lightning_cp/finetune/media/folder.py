@@ -11,8 +11,7 @@ from pathlib import Path
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.media.limits import CAPTION_BYTES
 from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
-from lightning_cp.finetune.media.table import TABLE_SUFFIXES
-from lightning_cp.finetune.media.text import is_unicode, lines_of, read_text
+from lightning_cp.finetune.media.table import TABLE_SUFFIXES, is_unicode, lines_of, read_text
 
 _NAMED = 10  # captions that cannot be read, in one error
 _KINDS = ("reference", "mask")  # words at the ends of names, before the suffix, of files that belong to another one

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
-from lightning_cp.finetune.media.archives.unpack import archives_of, unpack
+from lightning_cp.finetune.media.archives import archives_of, unpack
 from lightning_cp.finetune.media.limits import REPEATS
 from lightning_cp.finetune.media.source import Sizes, Skipped, Source, Sources, Use
 from lightning_cp.finetune.media.sources import find_sources

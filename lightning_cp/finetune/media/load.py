@@ -10,13 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
-from lightning_cp.finetune.media.audio import read_sound
-from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
+from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, Crop, centre_crop, fit, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
-from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
 from lightning_cp.finetune.media.images import BLACK, WHITE, Color, image_size, read_image
 from lightning_cp.finetune.media.source import Source, is_video
-from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, resampled_frames
+from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, read_sound, resampled_frames
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
-from lightning_cp.finetune.objectives.objective import Objective
-from lightning_cp.finetune.objectives.weighting import check_weighting
+from lightning_cp.finetune.objectives.objective import Objective, check_weighting
 from lightning_cp.training.noise import FirstIndex, indices_of
 
 

@@ -1,8 +1,10 @@
-"""The steps that all objectives share: draw noise and times, drop captions, compute the loss in float32."""
+"""The steps that all objectives share: draw noise and times, drop captions, compute the weighted loss in float32."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,6 @@ from lightning_cp.engine.installed import sessions_in
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
-from lightning_cp.finetune.objectives.fabric_call import call_unrounded
-from lightning_cp.finetune.objectives.weighting import loss_weight, pseudo_huber, sample_means
 from lightning_cp.training.noise import FirstIndex, indices_of, sample_dropped, sample_noise
 
 _NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
@@ -258,3 +258,89 @@ def activation_dtype(transformer: nn.Module) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     return next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+
+
+# Of flow matching, by sigma: those of Stable Diffusion 3 (arXiv:2403.03206), with diffusers' names.
+_OF_FLOW: dict[str, Callable[[Tensor], Tensor]] = {
+    "cosmap": lambda sigma: 2 / (math.pi * (1 - 2 * sigma + 2 * sigma.square())),
+    "sigma_sqrt": lambda sigma: sigma**-2,
+}
+WEIGHTINGS = ("min_snr", *_OF_FLOW)
+
+
+def check_weighting(weighting: str | None, gamma: float, huber_c: float | None, *, is_flow: bool) -> None:
+    """Check the settings of the loss. Raises: ValueError: a value is not valid, or not for this objective."""
+    valid = WEIGHTINGS if is_flow else ("min_snr",)
+    if weighting is not None and weighting not in valid:
+        raise ValueError(f"weighting={weighting!r} is not valid here: must be None or one of {', '.join(valid)}")
+    if not gamma > 0:
+        raise ValueError(f"min_snr_gamma={gamma} must be positive")
+    if huber_c is not None and not huber_c > 0:
+        raise ValueError(f"huber_c={huber_c} must be positive, or None")
+
+
+def loss_weight(weighting: str, sigma: Tensor, prediction: str, gamma: float) -> Tensor:
+    """Return the weight of each sample's loss, [b].
+
+    "min_snr" (arXiv:2303.09556) weights the squared error of x0 with min(SNR, gamma), where SNR is (signal / sigma)².
+    For the error of the prediction, this is min(1, gamma / SNR) for noise, and min(SNR, gamma)·sigma² for a velocity.
+
+    Args:
+        sigma: factor of the noise, [b].
+        prediction: "flow", "epsilon" or "v_prediction".
+    """
+    if weighting in _OF_FLOW:
+        return _OF_FLOW[weighting](sigma)
+    signal_squared = (1 - sigma).square() if prediction == "flow" else 1 - sigma.square()
+    if prediction == "epsilon":
+        return torch.clamp(gamma * sigma.square() / signal_squared, max=1.0)
+    return torch.minimum(signal_squared, gamma * sigma.square())
+
+
+def pseudo_huber(error: Tensor, c: float) -> Tensor:
+    """Return 2c(√(error² + c²) - c): error² for small errors, and linear for large ones (arXiv:2310.14189)."""
+    squared = error.square()
+    return 2 * c * squared / ((squared + c * c).sqrt() + c)  # the same, without the rounding of a difference
+
+
+def sample_means(errors: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted mean of the errors of each sample, [b]. A sample with weight 0 everywhere has 0.
+
+    Args: errors: [b, ...]. weights: broadcastable to them; None: 1.
+    """
+    if weights is None:
+        return errors.flatten(1).mean(dim=1)
+    weights = weights.to(errors.dtype).expand_as(errors)
+    total = weights.flatten(1).sum(dim=1)
+    return (errors * weights).flatten(1).sum(dim=1) / torch.where(total > 0, total, 1.0)
+
+
+class _Arguments:
+    """Keyword arguments that Fabric's precision plugins do not look into: no dict, list or dataclass."""
+
+    __slots__ = ("kwargs",)
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+
+
+def call_unrounded(transformer: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Return `transformer(**arguments)`, with every argument in the dtype that it has here.
+
+    `fabric.setup(transformer)` returns a module that casts all floating-point arguments to the precision's dtype. Times
+    would be rounded: bfloat16 has about 500 values for 1000 times. The arguments therefore pass it in one opaque
+    object, and a hook of the module that was set up takes them out.
+    """
+    if not is_wrapped(transformer):
+        return transformer(**arguments)
+    set_up: Any = transformer.module
+    handle = set_up.register_forward_pre_hook(_unpack, with_kwargs=True, prepend=True)
+    try:
+        return transformer(_Arguments(arguments))
+    finally:
+        handle.remove()
+
+
+def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert len(args) == 1, "the object is passed on as it is"
+    return (), args[0].kwargs

@@ -5,7 +5,7 @@ from lightning_cp.finetune.precompute.loading import Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, rank_device
 from lightning_cp.finetune.precompute.run import precompute
 from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
-from lightning_cp.finetune.precompute.sizes import buckets_of, default_size
+from lightning_cp.finetune.precompute.usable import buckets_of, default_size
 
 __all__ = [
     "EncodingRanks",

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_cp.families import Family, StoredBatch, collate, family_for
 from lightning_cp.finetune import FineTuning, divided_loader
-from lightning_cp.finetune.objectives.divided_batch import DividedBatch
+from lightning_cp.finetune.objectives.micro_batch import DividedBatch
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import flat, trainer_of

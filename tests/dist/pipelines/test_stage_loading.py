@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
-from lightning_cp.finetune import meta_transformer, stream
+from lightning_cp.finetune import meta_transformer, weight_files
 from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
@@ -24,13 +24,13 @@ def _saved(folder: Path, name: str) -> Path:
 
 def _staged(folder: Path, settings: dict[str, Any]) -> tuple[Any, list[str]]:
     """A pipeline whose transformer is built without weights, and the names of the weights that were read."""
-    read, copy = list[str](), stream._copy
+    read, copy = list[str](), weight_files._copy
     pipe = load_pipeline(
         str(folder), torch.float64, components={"transformer": meta_transformer(folder, dtype=torch.float64)}
     )
     pipe.set_progress_bar_config(disable=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "_copy", lambda file, name, target: (read.append(name), copy(file, name, target)))
+        patch.setattr(weight_files, "_copy", lambda file, name, target: (read.append(name), copy(file, name, target)))
         parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
     return pipe, read
 
@@ -102,7 +102,7 @@ def _unreadable(rank: int, world: int, folder: Path) -> list[str]:
     said = []
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(stream, "_copy", _fail)
+            patch.setattr(weight_files, "_copy", _fail)
         with pytest.raises((ValueError, CallFailedError)) as error:
             parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world)
     said.append(str(error.value))

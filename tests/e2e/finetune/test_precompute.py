@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_cp.finetune.families.encode import decode_latents
+from lightning_cp.finetune.families.latents import decode_latents
 from lightning_cp.latent_cache import LatentCache
 from tests.e2e.recipe import ROOT, Finished, error_of, started
 from tests.families.cases import made

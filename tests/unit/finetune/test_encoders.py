@@ -13,7 +13,7 @@ import torch
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import family_for
 from lightning_cp.finetune.encoders import ConfigOnly, components_on, load_encoders, release
-from lightning_cp.finetune.precompute.sizes import buckets_of
+from lightning_cp.finetune.precompute.usable import buckets_of
 from tests.families.cases import CASES, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")

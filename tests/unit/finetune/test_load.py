@@ -17,8 +17,7 @@ from torch import nn
 from lightning_cp.engine.meta import deferred_loads, load_when_allocated, materialize
 from lightning_cp.errors import PlanError
 from lightning_cp.finetune.load import load_transformer, meta_transformer
-from lightning_cp.finetune.stream import stream_weights
-from lightning_cp.finetune.weight_files import INDEX_FILE, SINGLE_FILE
+from lightning_cp.finetune.weight_files import INDEX_FILE, SINGLE_FILE, stream_weights
 from tests.pretrained import saved
 
 LOADS: list[Callable[..., nn.Module]] = [load_transformer, meta_transformer]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cp.finetune.prompts.prompt_list import SamplePrompt, have_equal_work, sample_prompts_of
+from lightning_cp.finetune.prompt_list import SamplePrompt, have_equal_work, sample_prompts_of
 
 ENTRIES = [
     "a red fox",

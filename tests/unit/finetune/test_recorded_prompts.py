@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lightning_cp.finetune.encoders import release
-from lightning_cp.finetune.prompts.recorded_prompts import RecordedPrompts
+from lightning_cp.finetune.prompt_samples import RecordedPrompts
 from lightning_cp.nest import tensors
 from tests.e2e.finetuning import frames_of
 from tests.pipelines import table

@@ -13,10 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored, TextStorage
-from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.packing import pack, positions
+from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack, positions
 from lightning_cp.finetune.families.pictures import Pictures
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
     Components,
     Facts,
@@ -26,8 +25,7 @@ from lightning_cp.finetune.families.family import (
     Stored,
     TextStorage,
 )
-from lightning_cp.finetune.families.media import condition_image
-from lightning_cp.finetune.families.packing import pack
+from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack
 from lightning_cp.finetune.families.pictures import Pictures
 
 _AREA, _SIDE, _RATIO = 1024 * 1024, 64, 8  # the pipelines' limits of a reference: pixels, shortest side, aspect ratio

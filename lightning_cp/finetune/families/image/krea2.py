@@ -26,7 +26,7 @@ from lightning_cp.finetune.families.family import (
     Stored,
     TextStorage,
 )
-from lightning_cp.finetune.families.packing import pack, positions
+from lightning_cp.finetune.families.latents import pack, positions
 from lightning_cp.finetune.families.pictures import Pictures
 from lightning_cp.finetune.families.shift import ResolutionShift
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.finetune.families.family import Components, InputOptions, Media, Sample, Stored
-from lightning_cp.finetune.families.packing import pack
+from lightning_cp.finetune.families.latents import pack
 from lightning_cp.finetune.families.pictures import Pictures
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
     Components,
     Facts,
@@ -30,7 +29,7 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
     stored_latents,
 )
-from lightning_cp.finetune.families.media import condition_image
+from lightning_cp.finetune.families.latents import condition_image, latent_mode
 from lightning_cp.finetune.families.schedule import diffusion_defaults, diffusion_facts
 
 

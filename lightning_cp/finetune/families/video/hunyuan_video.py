@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
     Components,
     Facts,
@@ -28,8 +27,8 @@ from lightning_cp.finetune.families.family import (
     Stored,
     TextStorage,
 )
+from lightning_cp.finetune.families.latents import condition_image, latent_mode, to_images
 from lightning_cp.finetune.families.masked_text import call_default
-from lightning_cp.finetune.families.media import condition_image, to_images
 from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.finetune.families.encode import latent_mode
 from lightning_cp.finetune.families.family import (
     Components,
     Facts,
@@ -24,13 +23,11 @@ from lightning_cp.finetune.families.family import (
     TextStorage,
     per_channel,
 )
-from lightning_cp.finetune.families.latents import Latents
-from lightning_cp.finetune.families.media import condition_image
+from lightning_cp.finetune.families.latents import Latents, condition_image, latent_mode
 from lightning_cp.finetune.families.shift import scheduler_times
 from lightning_cp.finetune.families.video.first_frame import first_frame_mask
 from lightning_cp.finetune.families.video.ltx import LTX, FirstFrame, pack_tokens, unpack_tokens
-from lightning_cp.finetune.families.video.sound import sound_of
-from lightning_cp.finetune.families.video.spectrogram import log_mel
+from lightning_cp.finetune.families.video.sound import log_mel, sound_of
 
 
 class LTX2(LTX):

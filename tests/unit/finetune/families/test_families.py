@@ -25,7 +25,7 @@ from lightning_cp.finetune.families import (
     register_family,
     registry,
 )
-from lightning_cp.finetune.families.packing import pack, positions, unpack
+from lightning_cp.finetune.families.latents import pack, positions, unpack
 from lightning_cp.recipes.digits.family import LabelledClips
 
 FLUX: Facts = {

@@ -13,7 +13,7 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.families import collate, family_for
 from lightning_cp.family_check import store
 from lightning_cp.finetune.families.video.ltx import LTX
-from lightning_cp.finetune.families.video.spectrogram import log_mel
+from lightning_cp.finetune.families.video.sound import log_mel
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CAPTIONS, made, media
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_cp.errors import MediaError
 from lightning_cp.finetune.media import limits
-from lightning_cp.finetune.media.audio import read_sound
+from lightning_cp.finetune.media.videos import read_sound
 from lightning_cp.media import Bucket, Source, load_media
 from tests.unit.finetune.media.encode import grey_frames, noise, write_clip, write_video
 

@@ -12,7 +12,7 @@ from PIL import Image
 from lightning_cp.errors import FamilyError, MediaError
 from lightning_cp.families import Grid
 from lightning_cp.finetune.media import Bucket, default_buckets, explicit_buckets, fit, nearest_bucket
-from lightning_cp.finetune.media.fit import Crop
+from lightning_cp.finetune.media.buckets import Crop
 
 IMAGES = Grid(pixels=16, frame_step=0, patch=(1, 2, 2))
 VIDEOS = Grid(pixels=16, frame_step=4, patch=(1, 2, 2))

@@ -15,7 +15,7 @@ from PIL import Image
 from lightning_cp.errors import DataError, MediaError
 from lightning_cp.files import read_json, read_regular
 from lightning_cp.finetune.adapters.lora_file import read_lora
-from lightning_cp.finetune.media import Source, clips, decoder, find_sources, limits, probe, read_clip, read_image
+from lightning_cp.finetune.media import Source, decoder, find_sources, limits, probe, read_clip, read_image, sources
 from lightning_cp.finetune.precompute.loading import FileHashes
 from tests.unit.finetune.media.encode import grey_frames, write_video
 
@@ -98,7 +98,7 @@ def test_a_forged_duration_gives_no_clips(tmp_path: Path, monkeypatch: pytest.Mo
     real = probe(file)
     assert len(find_sources(tmp_path, clips="all", clip_frames=3).sources) == 3
     forged = type(real)(real.width, real.height, real.fps, 1e9, real.frames)
-    monkeypatch.setattr(clips, "probe", lambda _: forged)
+    monkeypatch.setattr(sources, "probe", lambda _: forged)
     with pytest.raises(
         DataError, match=rf"8000000000 clips .* only {file.stat().st_size} bytes: its header is damaged"
     ):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.families import Family, ObjectiveDefaults, ResolutionShift, family_for
-from lightning_cp.finetune.objectives.density import unshifted
+from lightning_cp.finetune.objectives.flow import unshifted
 from lightning_cp.objectives import ExpertFlowMatching, FlowMatching, LogitNormal, Uniform, objective_for
 from lightning_cp.recipes.digits.family import LabelledClips
 from tests.families.cases import made

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch, family_for
-from lightning_cp.finetune.objectives.density import shifted, unshifted
+from lightning_cp.finetune.objectives.flow import shifted, unshifted
 from lightning_cp.objectives import (
     Diffusion,
     FlowMatching,

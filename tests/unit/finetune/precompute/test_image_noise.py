@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cp.errors import FamilyError, StaleCacheError
-from lightning_cp.finetune.families.encode import latent_mode
+from lightning_cp.finetune.families.latents import latent_mode
 from lightning_cp.finetune.precompute.encode import noised_frame
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.media import Bucket, find_sources, load_media

@@ -1,1 +1,0 @@
-"""Unpack archives of media: tar files of webdataset, and parquet files."""
