@@ -40,17 +40,11 @@ def encode(config: DictConfig) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
     chosen: Any = OmegaConf.to_container(config.precompute)
-    settings = PrecomputeSettings(
-        captions=config.data.captions,
-        workers=config.num_workers,
-        dtype=getattr(torch, chosen.pop("dtype")),
-        vae_dtype=getattr(torch, chosen.pop("vae_dtype")),
-        **chosen,
-    )
+    settings = PrecomputeSettings(captions=config.data.captions, workers=config.num_workers, **chosen)
     ranks = EncodingRanks.of_world(settings.vae_ranks)
     result = precompute(
         config.model.pretrained,
-        [DataFolder.of(folder) for folder in data_folders(config)],
+        [DataFolder(**folder) for folder in data_folders(config)],
         Path(config.output),
         settings=settings,
         device=device,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_cp.finetune.adapters.lora import add_lora
-    from lightning_cp.finetune.adapters.lora_settings import LoraSettings
     from lightning_cp.finetune.card import ModelCard
     from lightning_cp.finetune.control_pipeline import new_controlnet
     from lightning_cp.finetune.data import divided_loader, hold_out
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_cp.finetune.pipeline import load_pipeline
     from lightning_cp.finetune.prompt_samples import PromptSampler
     from lightning_cp.finetune.quantize import quantize_base
+    from lightning_cp.finetune.settings import LoraSettings
     from lightning_cp.finetune.side import SteeredTransformer, freeze_base
     from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
 
@@ -46,14 +46,14 @@ __all__ = [
 _HOMES = {
     "FineTuning": "module",
     "HeldOutData": "validation",
-    "LoraSettings": "adapters.lora_settings",
+    "LoraSettings": "settings",
     "ModelCard": "card",
     "PromptSampler": "prompt_samples",
     "SteeredTransformer": "side",
     "Validation": "validation",
     "ValidationResult": "validation",
     "add_lora": "adapters.lora",
-    "divided_loader": "divided_data",
+    "divided_loader": "data",
     "freeze_base": "side",
     "hold_out": "data",
     "load_pipeline": "pipeline",

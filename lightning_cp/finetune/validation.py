@@ -18,6 +18,7 @@ from lightning_cp.finetune.families import Family, Sample, StoredBatch, collate
 from lightning_cp.finetune.families.latents import main_latents
 from lightning_cp.finetune.latent_cache import LatentCache
 from lightning_cp.finetune.objectives import ExpertFlowMatching, Objective
+from lightning_cp.finetune.settings import QUANTILES
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, Ranks
 
@@ -118,8 +119,8 @@ class Validation:
         self.data, self.family, self.quantiles, self.batch_size = data, family, tuple(map(float, quantiles)), batch_size
         if not len(data):
             raise ValueError("the validation set has no samples: hold out at least 1, or train without validation")
-        if not quantiles or not all(0 < p < 1 for p in self.quantiles) or len(set(self.quantiles)) < len(quantiles):
-            raise ValueError(f"quantiles={list(quantiles)} must be one or more different numbers between 0 and 1")
+        if not QUANTILES.passes(self.quantiles):
+            raise ValueError(f"quantiles={list(quantiles)} must be {QUANTILES.describe()}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.objective = replace(objective, cond_dropout=0.0, sample_posterior=False)

@@ -31,7 +31,7 @@ def request_of(config: DictConfig) -> Request:
     import torch
 
     from lightning_cp.finetune.adapters.lora import add_lora
-    from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+    from lightning_cp.finetune.settings import LoraSettings
     from lightning_cp.pipelines.placement.sharding import is_vae
     from lightning_cp.planning.devices import GB
     from lightning_cp.planning.models import components_of, compression

@@ -9,31 +9,21 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.finetune.settings import PrecomputeSettings
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.rank import LauncherEnv, is_first
 from lightning_cp.recipes.runs.recipe import CheckedRun, resolve_config
 from lightning_cp.recipes.runs.run_folder import check_writable
 from lightning_cp.recipes.settings.components import check_pretrained
-from lightning_cp.recipes.settings.data_folders import Sizes, data_folders
-from lightning_cp.recipes.settings.table import Setting, SettingsError, check_values, read, show
+from lightning_cp.recipes.settings.data_folders import data_folders
+from lightning_cp.recipes.settings.table import Setting, SettingsError, check_values, read
 from lightning_cp.recipes.settings.world import resolve_world
-from lightning_cp.rules import Either, Integer, Number, OneOf
+from lightning_cp.rules import rules_of
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_NULL = OneOf((None,))
-_SETTINGS = (
-    Setting("data.captions", OneOf(("required", "optional"))),
-    Setting("precompute.fps", Either(_NULL, Number(above=0))),
-    Setting("precompute.clips", OneOf(("first", "all"))),
-    Setting("precompute.max_upscale", Number(above=0)),
-    Setting("precompute.dtype", OneOf(_DTYPES)),
-    Setting("precompute.vae_dtype", OneOf(_DTYPES)),
-    Setting("precompute.text_batch", Integer(1)),
-    Setting("precompute.tiling", OneOf((True, False))),
-    Setting("precompute.vae_ranks", Integer(1)),
-    Setting("precompute.on_bad", OneOf(("skip", "error"))),
-    Setting("precompute.image_noise", OneOf((True, False))),
-    Setting("precompute.sheet", Integer(0)),
+_SETTINGS = tuple(
+    Setting("data.captions" if name == "captions" else f"precompute.{name}", rule)
+    for name, rule in rules_of(PrecomputeSettings).items()
+    if name != "workers"
 )
 
 
@@ -49,7 +39,8 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     check_values(config)
     for setting in _SETTINGS:
         setting.check(config)
-    _check_sizes(config)
+    if read(config, "precompute.clips") == "all" and not isinstance(read(config, "precompute.frames"), int):
+        raise SettingsError("precompute.clips=all needs the length of a clip: set precompute.frames to one number")
     folders, output = data_folders(config), Path(str(read(config, "output"))).absolute()
     _check_output([Path(folder["path"]) for folder in folders], output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
@@ -95,18 +86,3 @@ def _check_output(paths: Sequence[Path], output: Path) -> None:
         raise SettingsError(
             f"output={output} holds other files ({others[0][:80]}, …) and is no latent cache: use an empty folder"
         )
-
-
-def _check_sizes(config: DictConfig) -> None:
-    sizes, frames = read(config, "precompute.sizes"), read(config, "precompute.frames")
-    several = isinstance(frames, list)
-    if not Sizes().passes(sizes):
-        raise SettingsError(
-            f"precompute.sizes={show(sizes)} is not valid: must be null or a list of [height, width], such as "
-            "[[480,832]]"
-        )
-    numbers = frames if several else [frames]
-    if frames is not None and not (numbers and all(Integer(1).passes(number) for number in numbers)):
-        raise SettingsError(f"precompute.frames={show(frames)} is not valid: must be null, a number, or a list of them")
-    if read(config, "precompute.clips") == "all" and (frames is None or several):
-        raise SettingsError("precompute.clips=all needs the length of a clip: set precompute.frames to one number")

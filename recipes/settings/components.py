@@ -4,7 +4,6 @@ Imports neither torch nor diffusers.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_cp.finetune.family_table import (
     experiments_of,
     family_of_pipeline,
 )
+from lightning_cp.finetune.settings import check_ranges
 from lightning_cp.pipeline_folder import check_source, index_file, read_index
 from lightning_cp.recipes.settings.table import SettingsError, read, show
 from lightning_cp.recipes.settings.world import shards_weights
@@ -52,12 +52,10 @@ def check_components(config: DictConfig) -> None:
             f"{problem}: must have a range for each of {', '.join(names)}, in this order, or be null for the ranges of "
             "the pipeline"
         )
-    if any(low >= high for low, high in ranges):
-        raise SettingsError(f"{problem}: the first number must be less than the second")
-    ascending = sorted(zip(ranges, names, strict=True))
-    for ((_, end), lower), ((start, _), upper) in pairwise(ascending):
-        if start < end:
-            raise SettingsError(f"{problem}: the ranges of {lower} and {upper} overlap")
+    try:
+        check_ranges(dict(zip(names, ranges, strict=True)))
+    except ValueError as error:
+        raise SettingsError(f"{problem}: {error}") from None
 
 
 def check_pretrained(config: DictConfig) -> None:

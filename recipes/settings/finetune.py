@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.compat.versions import fsdp_refuses_bytes
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import QUANTILES, DiffusionSettings, FlowSettings, LoraSettings, PrecomputeSettings
 from lightning_cp.recipes.settings.cache import check_cache
 from lightning_cp.recipes.settings.components import (
     check_components,
@@ -19,14 +19,15 @@ from lightning_cp.recipes.settings.components import (
     components_of,
     read_file,
 )
-from lightning_cp.recipes.settings.data_folders import Sizes, data_folders
+from lightning_cp.recipes.settings.data_folders import data_folders
 from lightning_cp.recipes.settings.mixture import check_mixture
 from lightning_cp.recipes.settings.prompts import check_prompts
 from lightning_cp.recipes.settings.table import Setting, SettingsError, read, show
 from lightning_cp.recipes.settings.world import shards_weights
-from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text, rules_of
+from lightning_cp.rules import Either, Integer, Number, OneOf, Text, rules_of
 
 _NULL = OneOf((None,))
+_ENCODING = rules_of(PrecomputeSettings)
 _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
@@ -34,18 +35,17 @@ _SETTINGS = (
     Setting("model.offload", OneOf((True, False))),
     Setting("model.quantize", OneOf((None, "int8", "fp8", "nf4"))),
     Setting("lora.lr_ratio", Either(_NULL, Number(above=0))),
-    Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
-    Setting("objective.shift", Either(_NULL, Number(above=0))),
-    Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
-    Setting("objective.sample_posterior", OneOf((None, True, False))),
-    Setting("objective.weighting", OneOf((None, "min_snr", "cosmap", "sigma_sqrt"))),
-    Setting("objective.min_snr_gamma", Either(_NULL, Number(above=0))),
-    Setting("objective.huber_c", Either(_NULL, Number(above=0))),
+    *(
+        Setting(f"objective.{name}", rule if rule.passes(None) else Either(_NULL, rule))
+        for name, rule in {**rules_of(DiffusionSettings), **rules_of(FlowSettings)}.items()
+        if name not in ("cond_dropout", "sigma_range")  # of all runs; of several experts, see `check_components`
+    ),
     Setting("save_every", Either(_NULL, Integer(1))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.validation", Integer(0)),
-    Setting("data.fps", Either(_NULL, Number(above=0))),
-    Setting("data.captions", OneOf(("required", "optional"))),
+    Setting("validation.quantiles", QUANTILES),
+    Setting("data.fps", _ENCODING["fps"]),
+    Setting("data.captions", _ENCODING["captions"]),
 )
 
 
@@ -76,7 +76,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
         setting.check(config)
     check_components(config)
     _check_lora(config)
-    _check_lists(config)
+    _check_weighting(config)
     _check_quantize(config)
     _check_offload(config)
     _check_compile(config)
@@ -149,20 +149,7 @@ def _check_lora(config: DictConfig) -> None:
         )
 
 
-def _check_lists(config: DictConfig) -> None:
-    quantiles = read(config, "validation.quantiles")
-    rule = Number(above=0, below=1)
-    if not (isinstance(quantiles, list) and quantiles and all(map(rule.passes, quantiles))) or len(
-        set(quantiles)
-    ) < len(quantiles):
-        raise SettingsError(
-            f"validation.quantiles={show(quantiles)} is not valid: must be a list of different numbers between 0 and 1"
-        )
-    chosen = read(config, "objective.time_range")
-    if chosen is not None and chosen[0] >= chosen[1]:
-        raise SettingsError(
-            f"objective.time_range={show(chosen)} is not valid: the first number must be less than the second"
-        )
+def _check_weighting(config: DictConfig) -> None:
     gamma, weighting = read(config, "objective.min_snr_gamma"), read(config, "objective.weighting")
     if gamma is not None and weighting != "min_snr":
         raise SettingsError(
@@ -216,7 +203,8 @@ def _check_data(config: DictConfig) -> Sequence[Mapping[str, Any]]:
     """Check the data's path. Returns: the rows of a cache's samples; none for a folder."""
     if read(config, "data.kind") != "latents":
         data_folders(config)
-        _check_encoding(config)
+        for name in ("sizes", "frames"):
+            Setting(f"data.{name}", _ENCODING[name]).check(config)
         return ()
     Setting("data.path", Text()).check(config)
     path = Path(read(config, "data.path"))
@@ -242,15 +230,4 @@ def _check_tokens(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None
         raise SettingsError(
             f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of "
             f"{read(config, 'data.path')} has {fewest} tokens: the product must be at most {fewest}"
-        )
-
-
-def _check_encoding(config: DictConfig) -> None:
-    sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
-    if not Sizes().passes(sizes):
-        raise SettingsError(f"data.sizes={show(sizes)} is not valid: must be null or pairs such as [[480,832]]")
-    counts = frames if isinstance(frames, list) and frames else [frames]
-    if frames is not None and not all(map(Integer(1).passes, counts)):
-        raise SettingsError(
-            f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
         )

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.config import KERNEL_NAMES, ROTATE_METHODS
+from lightning_cp.finetune.settings import ObjectiveSettings
 from lightning_cp.rules import MLP_TILES, Each, Either, Integer, Number, OneOf, Rule, Text, rules_of
 from lightning_cp.strategies.settings import StrategySettings
 
@@ -99,7 +100,7 @@ SETTINGS = (
     Setting("gradient_clip_val", Number(above=0)),
     Setting("on_nonfinite", OneOf(("error", "skip", "ignore"))),
     Setting("ema_decay", Number(minimum=0, below=1)),
-    Setting("cond_dropout", Number(minimum=0, maximum=1)),
+    Setting("cond_dropout", rules_of(ObjectiveSettings)["cond_dropout"]),
     Setting("sampling.num_samples", Integer(1)),
     Setting("sampling.num_inference_steps", Integer(1)),
     Setting("sampling.guidance_scale", Number(minimum=0)),

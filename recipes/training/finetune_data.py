@@ -98,19 +98,12 @@ def encoded_folder(config: DictConfig) -> Path:
     from lightning_cp.finetune.precompute import PrecomputeSettings, precompute
     from lightning_cp.finetune.precompute.run import SKIPPED
 
-    sizes = None if config.data.sizes is None else OmegaConf.to_container(config.data.sizes)
-    frames = OmegaConf.to_container(config.data.frames) if OmegaConf.is_list(config.data.frames) else config.data.frames
-    settings = PrecomputeSettings(
-        captions=config.data.captions,
-        sizes=sizes,  # type: ignore[arg-type]
-        frames=frames,  # type: ignore[arg-type]
-        fps=config.data.fps,
-        dtype=torch.bfloat16,
-    )
+    chosen: Any = OmegaConf.to_container(config.data)
+    settings = PrecomputeSettings(**{name: chosen[name] for name in ("captions", "sizes", "frames", "fps")})
     device = torch.device("cuda" if config.accelerator == "cuda" else "cpu")
     result = precompute(
         config.model.pretrained,
-        [DataFolder.of(one) for one in data_folders(config)],
+        [DataFolder(**one) for one in data_folders(config)],
         folder,
         settings=settings,
         device=device,

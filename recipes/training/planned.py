@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.load import meta_transformer
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.finetune.side import freeze_base
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of, planned

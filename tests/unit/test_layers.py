@@ -30,7 +30,7 @@ LAYERS = (
     {"strategies"},
     {"planning"},
     {"fabric", "pytorch", "callbacks", "export", "_register"},
-    {"finetune.family_table", "finetune.families"},
+    {"finetune.family_table", "finetune.settings", "finetune.families"},
     {"finetune.latent_cache", "finetune.media", "finetune.objectives"},
     {"finetune", "finetune.adapters", "finetune.family_check", "finetune.precompute"},
     {

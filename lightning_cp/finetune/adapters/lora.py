@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_cp.compat.versions import needs
 from lightning_cp.data.keyed_random import hashed_seed
 from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.training.ema import full_tensor
 
 _RANK = 16  # of a new adapter

@@ -15,8 +15,7 @@ from typing_extensions import override
 from lightning_cp.errors import CacheError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.latent_cache.store import write_file
-from lightning_cp.finetune.media.limits import REPEATS
-from lightning_cp.finetune.media.source import Use
+from lightning_cp.finetune.settings import REPEATS, Use
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text, ruled, rules_of
 
 CONTENTS, PREVIOUS = "contents.json", "previous.json"

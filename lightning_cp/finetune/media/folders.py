@@ -4,66 +4,17 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.media.archives import archives_of, unpack
-from lightning_cp.finetune.media.limits import REPEATS
-from lightning_cp.finetune.media.source import Sizes, Skipped, Source, Sources, Use
+from lightning_cp.finetune.media.source import Skipped, Source, Sources
 from lightning_cp.finetune.media.sources import find_sources
 from lightning_cp.finetune.media.table import METADATA
-
-CAPTION = "{}"  # place of the caption in a template
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFolder:
-    """A folder or table of media, with its own settings.
-
-    Args:
-        path: see `find_sources`. Also a `.tar` file of webdataset, a `.parquet` file, or a pattern that names several.
-        name: first part of its samples' names in the cache. None: no name for the first folder of a data set, and the
-            name of the folder or file for the others. A folder with another name is encoded again.
-        repeats: number of times that an epoch shows each sample, in addition to the repeats in a table.
-        sizes: pairs (height, width) to crop to; None: those of the whole data set.
-        weight: weight of its samples in the loss.
-        use: `train`; `prior`: pictures of the class for prior preservation, which are trained on and never held out;
-            `validation`: the validation set, which is not trained on.
-        caption_column: column of a table with the captions, if it is not `caption`, `captions` or `text`.
-        caption: template of the captions, with `{}` in place of the file's caption. Without `{}`, it is the caption of
-            all files.
-        replace: texts to replace in the files' captions, and the texts to put there.
-    """
-
-    path: Path
-    name: str | None = None
-    repeats: int = 1
-    sizes: Sizes | None = None
-    weight: float = 1.0
-    use: Use = "train"
-    caption_column: str | None = None
-    caption: str = CAPTION
-    replace: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: str | Mapping[str, Any]) -> DataFolder:
-        """Return the folder of a setting: its path, or a mapping of fields to plain values."""
-        if isinstance(settings, str):
-            return cls(path=Path(settings))
-        sizes = settings.get("sizes")
-        pairs = None if sizes is None else tuple((int(height), int(width)) for height, width in sizes)
-        return cls(**{**settings, "path": Path(settings["path"]), "sizes": pairs})
-
-    def captioned(self, captions: Sequence[str]) -> tuple[str, ...]:
-        """Return the captions to train with, for the captions of a file."""
-        if CAPTION not in self.caption:
-            return (self.caption,)
-        for old, new in self.replace.items():
-            captions = [caption.replace(old, new) for caption in captions]
-        return tuple(self.caption.replace(CAPTION, caption).strip() for caption in captions)
+from lightning_cp.finetune.settings import CAPTION, REPEATS, DataFolder
 
 
 def find_in_folders(

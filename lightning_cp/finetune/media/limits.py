@@ -11,8 +11,6 @@ SOUND_SAMPLES = 1 << 26
 """Samples of a clip's sound on each channel: 23 minutes at 48 kHz, 512 MiB."""
 BYTES_PER_CLIP = 8
 """Fewest bytes of a video for each clip that is cut from it: more clips than that need a forged duration."""
-REPEATS = 10_000
-"""Most repeats of one row: an epoch has an index of all its items in memory."""
 EPOCH_ITEMS = 1_000_000_000
 """Most items of an epoch, with all repeats."""
 CAPTION_BYTES = 1 << 20

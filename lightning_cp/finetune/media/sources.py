@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
 from lightning_cp.errors import DataError, MediaError
 from lightning_cp.finetune.media.decoder import require_pyav
@@ -23,16 +22,15 @@ from lightning_cp.finetune.media.source import (
 )
 from lightning_cp.finetune.media.table import METADATA, TABLE_SUFFIXES, read_table
 from lightning_cp.finetune.media.videos import probe, resampled_frames
-
-CaptionRule = Literal["required", "optional"]
-ClipRule = Literal["first", "all"]
+from lightning_cp.finetune.settings import PrecomputeSettings
+from lightning_cp.rules import rules_of
 
 
 def find_sources(
     path: str | Path,
     *,
-    captions: CaptionRule = "required",
-    clips: ClipRule = "first",
+    captions: str = "required",
+    clips: str = "first",
     clip_frames: int | None = None,
     fps: float | None = None,
     caption_column: str | None = None,
@@ -62,7 +60,7 @@ def find_sources(
             rows describe the same clip.
         MediaError: there are videos, but PyAV is not installed.
     """
-    _check_options(captions, clips, clip_frames, fps)
+    _check_options(clip_frames, captions=captions, clips=clips, fps=fps)
     path = Path(path).expanduser()
     path = next((path / name for name in METADATA if (path / name).is_file()), path)
     entries, skipped = _read(path, caption_column)
@@ -96,14 +94,13 @@ def _relative(file: Path, root: Path) -> str:
     return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 
-def _check_options(captions: str, clips: str, clip_frames: int | None, fps: float | None) -> None:
-    for name, value, valid in (("captions", captions, get_args(CaptionRule)), ("clips", clips, get_args(ClipRule))):
-        if value not in valid:
-            raise DataError(f"{name}={value} must be {' or '.join(valid)}")
-    if clips == "all" and (clip_frames is None or clip_frames < 1):
+def _check_options(clip_frames: int | None, **options: Any) -> None:
+    rules = rules_of(PrecomputeSettings)
+    for name, value in options.items():
+        if not rules[name].passes(value):
+            raise DataError(f"{name}={value} must be {rules[name].describe()}")
+    if options["clips"] == "all" and (clip_frames is None or clip_frames < 1):
         raise DataError(f"clips=all needs the length of a clip: set clip_frames to 1 or more, got {clip_frames}")
-    if fps is not None and not (fps > 0 and math.isfinite(fps)):
-        raise DataError(f"fps={fps} must be a positive number, or null for the rate of each video")
 
 
 def _read(path: Path, caption_column: str | None) -> tuple[list[Entry], list[Skipped]]:

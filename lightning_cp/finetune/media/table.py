@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_cp.errors import DataError
 from lightning_cp.files import parse_json, read_regular
-from lightning_cp.finetune.media.limits import REPEATS, TABLE_BYTES
+from lightning_cp.finetune.media.limits import TABLE_BYTES
 from lightning_cp.finetune.media.source import (
     ONE_REFERENCE,
     Entry,
@@ -24,6 +24,7 @@ from lightning_cp.finetune.media.source import (
     is_image,
     is_video,
 )
+from lightning_cp.finetune.settings import REPEATS
 
 TABLE_SUFFIXES = (".csv", ".jsonl")
 COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference", "mask")

@@ -11,12 +11,13 @@ from typing_extensions import override
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family
-from lightning_cp.finetune.objectives.objective import Objective, check_weighting
+from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.finetune.settings import DiffusionSettings
 from lightning_cp.training.noise import FirstIndex, indices_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diffusion(Objective):
+class Diffusion(DiffusionSettings, Objective):
     """Train noise or velocity at `x = sqrt(a_t)·x0 + sqrt(1 - a_t)·noise`, t uniform.
 
     a_t is the scheduler's `alphas_cumprod`, and its `prediction_type` selects the target. By default, the loss is
@@ -25,12 +26,6 @@ class Diffusion(Objective):
     Args:
         time_range: train only on lowest <= t < highest; None: all times of the scheduler.
     """
-
-    time_range: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_weighting(self.weighting, self.min_snr_gamma, self.huber_c, is_flow=False)
 
     @override
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:
@@ -66,6 +61,6 @@ class Diffusion(Objective):
     def _range(self, family: Family) -> tuple[int, int]:
         number = len(family.objective.alphas_cumprod)
         low, high = self.time_range or (0, number)
-        if not 0 <= low < high <= number:
+        if high > number:
             raise ValueError(f"time_range={self.time_range} must be (lowest, highest) within (0, {number})")
         return low, high

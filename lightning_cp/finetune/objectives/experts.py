@@ -15,6 +15,7 @@ from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.objectives.diffusion import Diffusion
 from lightning_cp.finetune.objectives.flow import FlowMatching, unshifted
 from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.finetune.settings import check_ranges
 from lightning_cp.training.noise import FirstIndex
 
 _LEAST = 0.002  # smaller probabilities need too many draws for a time of the interval
@@ -46,22 +47,14 @@ class ExpertFlowMatching(FlowMatching):
             )
         if self.sigma_range != (0.0, 1.0):
             raise ValueError(f"sigma_range={self.sigma_range} is set, but each expert has its own: use ranges")
-        before, highest = "", 0.0
+        check_ranges(self.ranges)
         for name, (low, high) in self._ascending:
-            if not 0 <= low < high <= 1:
-                raise ValueError(f"the sigma range ({low:g}, {high:g}) of {name} must be (lowest, highest) in (0, 1)")
-            if low < highest:
-                raise ValueError(
-                    f"the sigma ranges of {before} and {name} overlap: {before} ends at {highest:g}, and {name} begins "
-                    f"at {low:g}. One noise level can have one expert only"
-                )
             if self._mass(name) < _LEAST:
                 raise ValueError(
                     f"{name} would be trained in {self._mass(name):.2g} of the steps: the probability of its sigma "
                     f"range ({low:g}, {high:g}) must be at least {_LEAST}. Widen the range, change the density "
                     f"({self.density}) or the shift ({self.shift:g}), or train the other expert alone"
                 )
-            before, highest = name, high
 
     @cached_property
     def probabilities(self) -> dict[str, float]:

@@ -16,7 +16,8 @@ from typing_extensions import override
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.finetune.families import Family, ResolutionShift
-from lightning_cp.finetune.objectives.objective import Objective, check_weighting
+from lightning_cp.finetune.objectives.objective import Objective
+from lightning_cp.finetune.settings import FlowSettings
 from lightning_cp.training.noise import FirstIndex, indices_of
 
 
@@ -104,7 +105,7 @@ _MOST_DRAWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowMatching(Objective):
+class FlowMatching(FlowSettings, Objective):
     """Train the velocity `noise - x0` at `x = (1 - sigma)·x0 + sigma·noise`.
 
     Args:
@@ -114,17 +115,6 @@ class FlowMatching(Objective):
     """
 
     density: Density = field(default_factory=LogitNormal)
-    shift: float | ResolutionShift | None = None
-    sigma_range: tuple[float, float] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_weighting(self.weighting, self.min_snr_gamma, self.huber_c, is_flow=True)
-        low, high = self.sigma_range
-        if not 0 <= low < high <= 1:
-            raise ValueError(f"sigma_range={self.sigma_range} must be (lowest, highest) within (0, 1)")
-        if isinstance(self.shift, (int, float)) and not self.shift > 0:
-            raise ValueError(f"shift={self.shift} must be positive")
 
     @override
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: FirstIndex) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_cp.engine.installed import sessions_in
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
 from lightning_cp.finetune.families.latents import Latents, by_name, like, main_latents
+from lightning_cp.finetune.settings import ObjectiveSettings
 from lightning_cp.training.noise import FirstIndex, indices_of, sample_dropped, sample_noise
 
 _NEXT_STREAM = 100  # between the random streams of two latents of one sample, see `RandomStream`
@@ -44,7 +45,7 @@ class Noised:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective(ABC):
+class Objective(ObjectiveSettings, ABC):
     """A training objective for any `Family`.
 
     All random draws depend only on (seed, step, index of the sample in the global batch), so the loss does not depend
@@ -64,19 +65,8 @@ class Objective(ABC):
             squared error.
     """
 
-    seed: int
-    cond_dropout: float = 0.0
-    guidance: float | None = None
-    sample_posterior: bool | None = None
     dtype: torch.dtype | None = None
     loss_dtype: torch.dtype = torch.float32
-    weighting: str | None = None
-    min_snr_gamma: float = 5.0
-    huber_c: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.cond_dropout <= 1:
-            raise ValueError(f"cond_dropout={self.cond_dropout} must be at least 0 and at most 1")
 
     def loss(
         self,
@@ -265,18 +255,6 @@ _OF_FLOW: dict[str, Callable[[Tensor], Tensor]] = {
     "cosmap": lambda sigma: 2 / (math.pi * (1 - 2 * sigma + 2 * sigma.square())),
     "sigma_sqrt": lambda sigma: sigma**-2,
 }
-WEIGHTINGS = ("min_snr", *_OF_FLOW)
-
-
-def check_weighting(weighting: str | None, gamma: float, huber_c: float | None, *, is_flow: bool) -> None:
-    """Check the settings of the loss. Raises: ValueError: a value is not valid, or not for this objective."""
-    valid = WEIGHTINGS if is_flow else ("min_snr",)
-    if weighting is not None and weighting not in valid:
-        raise ValueError(f"weighting={weighting!r} is not valid here: must be None or one of {', '.join(valid)}")
-    if not gamma > 0:
-        raise ValueError(f"min_snr_gamma={gamma} must be positive")
-    if huber_c is not None and not huber_c > 0:
-        raise ValueError(f"huber_c={huber_c} must be positive, or None")
 
 
 def loss_weight(weighting: str, sigma: Tensor, prediction: str, gamma: float) -> Tensor:

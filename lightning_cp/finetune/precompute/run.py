@@ -31,7 +31,6 @@ from lightning_cp.finetune.media.source import first_reasons
 from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_seen_captions, encode_sources
 from lightning_cp.finetune.precompute.loading import FileHashes, Loader
 from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
-from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.finetune.precompute.usable import (
     SHEET,
     Buckets,
@@ -41,6 +40,7 @@ from lightning_cp.finetune.precompute.usable import (
     some_left,
     usable_data,
 )
+from lightning_cp.finetune.settings import PrecomputeSettings
 from lightning_cp.sampling.tiles import tile, write_png
 from lightning_cp.vae import parallelize_vae
 
@@ -48,6 +48,31 @@ SKIPPED = "skipped.jsonl"
 _PIXELS = 192  # longer side of a thumbnail
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_noinv_fmt}, {remaining} left"
 _UNIMPORTANT = ("requires torchvision (not installed)",)  # the Pillow version does the same
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """Result of a run. `found` is the sum of `encoded`, `stored` and the number of `skipped`.
+
+    Attributes:
+        found: number of sources.
+        encoded: samples that this run encoded.
+        stored: samples that an earlier run had stored.
+        captions: distinct captions, with the empty one; if the text encoder sees the media, captions of all samples.
+        skipped: files that could not be used.
+        changed: samples that were stored with other contents; they are among the encoded or skipped ones.
+        dropped: stored samples that are no longer in the data.
+        encoded_captions: captions that this run encoded.
+    """
+
+    found: int
+    encoded: int
+    stored: int
+    captions: int
+    skipped: tuple[Skipped, ...]
+    changed: int = 0
+    dropped: int = 0
+    encoded_captions: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,13 +127,14 @@ def precompute(
     found = run.ranks.on_first(lambda: find_data(folders, output, settings))
     with quiet_packages(progress):
         with run.ranks.phase():
-            pipe = load_encoders(pretrained, settings.dtype, weights=False)
+            pipe = load_encoders(pretrained, getattr(torch, settings.dtype), weights=False)
             family = family_for(pipe)
             found, buckets = usable_data(found, pipe, family, settings)
         before = run.ranks.on_first(lambda: listed_ids(output))
         fitting = _without_unfit(run, family, found, buckets, before)
         with run.ranks.phase():
-            pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
+            dtype, vae_dtype = getattr(torch, settings.dtype), getattr(torch, settings.vae_dtype)
+            pipe = load_encoders(pretrained, dtype, vae_dtype=vae_dtype)
             if settings.tiling:
                 pipe.vae.enable_tiling()
             family = family_for(pipe)

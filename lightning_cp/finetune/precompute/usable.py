@@ -20,8 +20,8 @@ from lightning_cp.finetune.media import (
     explicit_buckets,
     find_in_folders,
 )
-from lightning_cp.finetune.media.source import Sizes, first_reasons, is_image, is_video
-from lightning_cp.finetune.precompute.settings import PrecomputeSettings
+from lightning_cp.finetune.media.source import first_reasons, is_image, is_video
+from lightning_cp.finetune.settings import PrecomputeSettings, Sizes
 
 
 def default_size(pipe: Any, family: Family) -> Bucket:

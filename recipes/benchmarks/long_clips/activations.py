@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.planning.devices import DEVICES
 from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.models import MediaSize, diffusers_model, of_dtype

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import fabric, pytorch
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.load import load_transformer, meta_transformer
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.finetune.weight_files import stream_weights
 from tests.dist.lightning_ranks import fabric_of, trainer_of, whole
 from tests.harness import RankPool

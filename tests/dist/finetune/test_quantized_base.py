@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.host_weights import offload_blocks
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.quantize import QuantizedLinear, quantize_base
+from lightning_cp.finetune.settings import LoraSettings
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.dist.lightning_ranks import fabric_of, whole
 from tests.harness import RankPool

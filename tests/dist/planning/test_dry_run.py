@@ -15,7 +15,7 @@ from lightning_cp.comm.stats import STATS
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.mesh.groups import groups_for
 from lightning_cp.pipelines.pipefusion.stages import blocks_of
 from lightning_cp.planning.data_parallel import shard_weights, weights_mesh

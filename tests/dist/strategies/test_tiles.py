@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.plans import Plan, split
 from tests.dist.compare import nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, whole

@@ -75,7 +75,7 @@ def test_the_folders_of_the_page_are_found(monkeypatch: pytest.MonkeyPatch, tmp_
             given = [override, "model.pretrained=my-pipeline", "run_dir=run", "hydra.searchpath=[file://conf]"]
             config = compose("precompute", overrides=given, return_hydra_config=False)
         checked = check_precompute(config, NoGpu(cores=2), None).config
-        found.append(find_in_folders([DataFolder.of(folder) for folder in data_folders(checked)]).sources)
+        found.append(find_in_folders([DataFolder(**folder) for folder in data_folders(checked)]).sources)
     ours = [(x.id, x.captions[0], x.repeats, x.weight, x.use, x.sizes) for x in found[0]]
     assert ours == [
         ("p0.png", "ohwx, picture 0", 10, 1.0, "train", None),

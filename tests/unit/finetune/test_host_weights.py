@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.host_weights import HostWeights, offload_blocks
 from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.settings import LoraSettings
 from tests.dist.finetune.test_finetune_lora import loss_of
 from tests.models import TINY
 from tests.pretrained import inputs

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.quantize import FORMATS, QuantizedLinear, pack, quantize_base, unpack
+from lightning_cp.finetune.settings import LoraSettings
 from tests.models import TINY
 from tests.pretrained import inputs
 

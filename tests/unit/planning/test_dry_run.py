@@ -15,7 +15,7 @@ from lightning_cp import ContextParallelInput, ContextParallelOutput
 from lightning_cp.device_profile import CPU, DeviceProfile
 from lightning_cp.engine.apply import NoPlanError
 from lightning_cp.finetune.adapters.lora import add_lora
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.planning.dry_run import UntraceableError, dry_run
 from lightning_cp.planning.recording import StepSettings, adamw, training_loss
 from lightning_cp.planning.step import Compute, Layout

@@ -11,9 +11,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import DataFolder, LoraSettings
 from lightning_cp.recipes.runs import precompute
-from lightning_cp.recipes.settings import data_folders, finetune, mixture, table
+from lightning_cp.recipes.settings import finetune, mixture, table
 from lightning_cp.recipes.settings.table import read, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, rules_of
 from lightning_cp.strategies.settings import StrategySettings
@@ -66,7 +66,7 @@ def page() -> str:
         "`recipes/train.py`: fine-tuning": _of_recipe(tuned, _RULES | lora, found, empty=LoraSettings()),
         "`recipes/sample.py`": _of_recipe(composed("sample"), _RULES, found),
         "`recipes/precompute.py`": _of_recipe(encoding, prepared, found),
-        "An entry of `data.path`": [(name, "", rule) for name, rule in data_folders._FIELDS.items()],
+        "An entry of `data.path`": [(name, "", rule) for name, rule in rules_of(DataFolder).items()],
         "Options of groups": [(key, "", rule) for key, rule in _RULES.items() if key not in found],
     }
     return _HEAD + "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections.items())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
+from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.recipes.runs import precompute
 from lightning_cp.recipes.settings import finetune, mixture, table
 from lightning_cp.recipes.settings.table import Setting, SettingsError, show
@@ -24,9 +24,9 @@ image logger.name logger.project logger.version lora lora_scale model.component 
 model.transformer.joint_attention_dim model.transformer.num_single_layers
 model.transformer.pooled_projection_dim model.transformer.text_dim negative_prompt objective.density
 objective.sigma_range optim.adjust_lr_fn optim.d_coef optim.safeguard_warmup optim.use_bias_correction output
-precompute.frames precompute.sizes prompts sampling.at_start sampling.call sampling.fps sampling.prompts shard
+prompts sampling.at_start sampling.call sampling.fps sampling.prompts shard
 shares strategy.data_parallel strategy.degrees strategy.grid strategy.kernel strategy.object strategy.ring
-strategy.rotate_method strategy.shares strategy.ulysses transformer validation.quantiles
+strategy.rotate_method strategy.shares strategy.ulysses transformer
 """
 _GROUPS = ("cache", "data", "logger", "model", "optim", "sampling", "strategy")
 

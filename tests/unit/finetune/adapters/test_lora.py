@@ -17,9 +17,9 @@ from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.families import family_for
 from lightning_cp.finetune.adapters.lora import add_lora, check_lora, lora_state
 from lightning_cp.finetune.adapters.lora_file import load_loras
-from lightning_cp.finetune.adapters.lora_settings import LoraSettings
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.families.image.sd3 import StableDiffusion3
+from lightning_cp.finetune.settings import LoraSettings
 from tests.families.cases import made
 from tests.models import TINY
 from tests.pretrained import inputs
@@ -47,21 +47,9 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rank": 0}, "lora.rank=0 must be None or a whole number, at least 1"),
-        ({"rank": 2.0}, "lora.rank=2.0"),
-        ({"rank": True}, "lora.rank=True"),
-        ({"alpha": 0}, "lora.alpha=0 must be None or a number more than 0"),
-        ({"alpha": float("nan")}, "lora.alpha=nan"),
-        ({"alpha": "4"}, "lora.alpha='4'"),
-        ({"dropout": 1.0}, "lora.dropout=1.0 must be a number at least 0 and less than 1"),
-        ({"dropout": -0.1}, "lora.dropout=-0.1"),
         ({"targets": "blocks.(0"}, "lora.targets=blocks.(0 is not a valid regular expression: missing )"),
-        ({"ranks": {"to_q": 0}}, "lora.ranks={'to_q': 0} must be None, or whole numbers of at least 1"),
         ({"ranks": {"to_q": 2}, "file": "x"}, "lora.ranks does not work with lora.file: only a plain LoRA"),
         ({"dora": True, "file": "x"}, "lora.dora does not work with lora.file: only a plain LoRA"),
-        ({"targets": []}, "lora.targets=[] must be a list of names"),
-        ({"targets": ["to_q", 3]}, "lora.targets=['to_q', 3]"),
-        ({"targets": 3}, "lora.targets=3"),
     ],
 )
 def test_settings_that_are_not_valid_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tarfile
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from PIL import Image
 
 from lightning_cp.errors import DataError
 from lightning_cp.media import DataFolder, find_in_folders, find_sources
-from lightning_cp.recipes.settings.data_folders import _FIELDS, data_folders
+from lightning_cp.recipes.settings.data_folders import data_folders
 from lightning_cp.recipes.settings.table import SettingsError
 
 
@@ -98,10 +97,9 @@ def _settings(path: Any) -> list[dict[str, Any]]:
 
 def test_settings_of_folders(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data)
-    assert set(_FIELDS) == {field.name for field in fields(DataFolder)}
     assert _settings("own") == [{"path": str(data / "own")}]
     several = _settings(["own", {"path": "class", "weight": 0.5, "sizes": [[8, 16]], "replace": {"a": ""}}])
-    assert [DataFolder.of(one) for one in several] == [
+    assert [DataFolder(**one) for one in several] == [
         DataFolder(path=data / "own"),
         DataFolder(path=data / "class", weight=0.5, sizes=((8, 16),), replace={"a": ""}),
     ]

@@ -285,19 +285,6 @@ def test_given_times_replace_the_drawn_ones_and_nothing_else() -> None:
     assert torch.equal(same, objective.sample_losses(Linear(), Clips(), batch(), step=4, first_index=0))
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        (FlowMatching, {"cond_dropout": 1.5}, "cond_dropout=1.5"),
-        (FlowMatching, {"sigma_range": (0.9, 0.1)}, "sigma_range"),
-        (FlowMatching, {"shift": 0.0}, "shift=0.0"),
-    ],
-)
-def test_bad_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind(seed=0, **settings)
-
-
 def test_the_objective_fits_the_family() -> None:
     assert isinstance(objective_for(Clips(), seed=0), FlowMatching)
     diffusion = Clips(prediction="epsilon", alphas_cumprod=LEVELS)
