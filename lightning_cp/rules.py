@@ -57,9 +57,9 @@ class Number(Rule):
 
     @override
     def passes(self, value: Any) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             return False
-        if math.isinf(value) and not self.infinite:
+        if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not self.infinite)):
             return False
         return (
             (self.minimum is None or value >= self.minimum)

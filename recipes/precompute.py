@@ -15,11 +15,10 @@ from rich.table import Table
 
 from lightning_cp.launch.rendezvous import init_process_group
 from lightning_cp.recipes import terminal
-from lightning_cp.recipes.runs.command import command
+from lightning_cp.recipes.runs.command import command, reads_settings
 from lightning_cp.recipes.runs.precompute import check_precompute
 from lightning_cp.recipes.runs.recipe import run_recipe
 from lightning_cp.recipes.settings.data_folders import data_folders
-from lightning_cp.recipes.settings.target import reads_settings
 from lightning_cp.recipes.terminal import rich_text
 
 

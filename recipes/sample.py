@@ -20,10 +20,9 @@ from rich.table import Table
 
 from lightning_cp.files import writing_new
 from lightning_cp.recipes import terminal
-from lightning_cp.recipes.runs.command import command
+from lightning_cp.recipes.runs.command import command, reads_settings
 from lightning_cp.recipes.runs.recipe import run_recipe
 from lightning_cp.recipes.runs.sampling import check_sampling
-from lightning_cp.recipes.settings.target import reads_settings
 from lightning_cp.recipes.terminal import rich_text
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_cp.recipes.runs.command import command
+from lightning_cp.recipes.runs.command import command, reads_settings
 from lightning_cp.recipes.runs.recipe import run_recipe
 from lightning_cp.recipes.settings.components import components_of
 from lightning_cp.recipes.settings.finetune import is_finetuning
-from lightning_cp.recipes.settings.target import reads_settings
 from lightning_cp.recipes.settings.trained import TrainedDenoiser
 from lightning_cp.recipes.terminal import printable
 

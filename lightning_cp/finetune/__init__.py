@@ -6,67 +6,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_cp.finetune.adapters.lora import add_lora
-    from lightning_cp.finetune.card import ModelCard
-    from lightning_cp.finetune.control_pipeline import new_controlnet
-    from lightning_cp.finetune.data import divided_loader, hold_out
-    from lightning_cp.finetune.host_weights import offload_blocks
-    from lightning_cp.finetune.load import load_transformer, meta_transformer
-    from lightning_cp.finetune.module import FineTuning
-    from lightning_cp.finetune.pipeline import load_pipeline
-    from lightning_cp.finetune.prompt_samples import PromptSampler
-    from lightning_cp.finetune.quantize import quantize_base
-    from lightning_cp.finetune.settings import LoraSettings
-    from lightning_cp.finetune.side import SteeredTransformer, freeze_base
-    from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
-
-__all__ = [
-    "FineTuning",
-    "HeldOutData",
-    "LoraSettings",
-    "ModelCard",
-    "PromptSampler",
-    "SteeredTransformer",
-    "Validation",
-    "ValidationResult",
-    "add_lora",
-    "divided_loader",
-    "freeze_base",
-    "hold_out",
-    "load_pipeline",
-    "load_transformer",
-    "meta_transformer",
-    "new_controlnet",
-    "offload_blocks",
-    "quantize_base",
-    "split_validation",
-]
+    from lightning_cp.finetune.adapters.lora import add_lora as add_lora
+    from lightning_cp.finetune.card import ModelCard as ModelCard
+    from lightning_cp.finetune.control_pipeline import new_controlnet as new_controlnet
+    from lightning_cp.finetune.data import divided_loader as divided_loader
+    from lightning_cp.finetune.data import hold_out as hold_out
+    from lightning_cp.finetune.host_weights import offload_blocks as offload_blocks
+    from lightning_cp.finetune.load import load_transformer as load_transformer
+    from lightning_cp.finetune.load import meta_transformer as meta_transformer
+    from lightning_cp.finetune.module import FineTuning as FineTuning
+    from lightning_cp.finetune.pipeline import load_pipeline as load_pipeline
+    from lightning_cp.finetune.prompt_samples import PromptSampler as PromptSampler
+    from lightning_cp.finetune.quantize import quantize_base as quantize_base
+    from lightning_cp.finetune.settings import LoraSettings as LoraSettings
+    from lightning_cp.finetune.side import SteeredTransformer as SteeredTransformer
+    from lightning_cp.finetune.side import freeze_base as freeze_base
+    from lightning_cp.finetune.validation import HeldOutData as HeldOutData
+    from lightning_cp.finetune.validation import Validation as Validation
+    from lightning_cp.finetune.validation import ValidationResult as ValidationResult
+    from lightning_cp.finetune.validation import split_validation as split_validation
 
 # Imported at first use: families are imported without what uses them.
-_HOMES = {
-    "FineTuning": "module",
-    "HeldOutData": "validation",
-    "LoraSettings": "settings",
-    "ModelCard": "card",
-    "PromptSampler": "prompt_samples",
-    "SteeredTransformer": "side",
-    "Validation": "validation",
-    "ValidationResult": "validation",
-    "add_lora": "adapters.lora",
-    "divided_loader": "data",
-    "freeze_base": "side",
-    "hold_out": "data",
-    "load_pipeline": "pipeline",
-    "load_transformer": "load",
-    "meta_transformer": "load",
-    "new_controlnet": "control_pipeline",
-    "offload_blocks": "host_weights",
-    "quantize_base": "quantize",
-    "split_validation": "validation",
+_NAMES = {
+    "adapters.lora": "add_lora",
+    "card": "ModelCard",
+    "control_pipeline": "new_controlnet",
+    "data": "divided_loader hold_out",
+    "host_weights": "offload_blocks",
+    "load": "load_transformer meta_transformer",
+    "module": "FineTuning",
+    "pipeline": "load_pipeline",
+    "prompt_samples": "PromptSampler",
+    "quantize": "quantize_base",
+    "settings": "LoraSettings",
+    "side": "SteeredTransformer freeze_base",
+    "validation": "HeldOutData Validation ValidationResult split_validation",
 }
+__all__ = sorted(name for names in _NAMES.values() for name in names.split())
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

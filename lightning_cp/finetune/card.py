@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
@@ -16,17 +14,6 @@ from lightning_cp.export import LORA_FILE
 from lightning_cp.finetune.adapters.lora_file import SECOND_EXPERT
 
 CARD = "README.md"
-# A name with one of these words has a secret as its value, in the command or inside of a value.
-_WORDS = "token|key|password|passwd|passphrase|pass|pwd|secret|credential|auth|authorization|bearer"
-_SECRET = rf"(?i:(?:^|[^a-z])(?:api|access)?(?:{_WORDS}))"
-_SECRET_NAME = re.compile(rf"{_SECRET}s?(?:[^a-zA-Z]|$)")
-_SECRET_VALUE = re.compile(rf"({_SECRET}[\"']?\s*[:=]\s*)(\"[^\"]*\"|'[^']*'|[^,}}\]\s]+)")
-_HAS_NAMES = re.compile("[{:=?&]")  # a value that may have names with values of their own
-_PLAIN = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # a number of tokens or keys, for example
-_URL_LOGIN = re.compile(r"(\w://)[^/@\s]+@")
-_OTHER_FOLDERS = re.compile(r"file:///(?:[^\s,'\"\]}/=:]*/)*|\b[A-Za-z]:\\(?:[^\\\s,'\"]*\\)*")
-_ABSOLUTE_FOLDERS = re.compile(r"(?<![\w:/.~}-])(?:~|/)(?:[^\s,'\"\]}/=:]*/)+(?=[^\s/])")
-_ONE_PATH = re.compile(r"(?:~|/)[^,:;=\[\]{}\"']*/[^,:;=\[\]{}\"']*")
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transformers")
 
 
@@ -37,8 +24,7 @@ class ModelCard:
     Args:
         base: pipeline that was fine-tuned: a folder, or an id on the Hub.
         family: name of the model family.
-        command: command line of the training. The card has no values of tokens, keys and passwords, and only the names
-            of absolute paths.
+        command: command line of the training, on one line.
         steps: number of training steps.
         topology: for instance "data 2 × ring 2 × ulysses 1".
         samples: number of training samples.
@@ -71,8 +57,7 @@ class ModelCard:
 
     def text(self) -> str:
         """Return the card in Markdown, with the metadata of the Hugging Face Hub at its top."""
-        base, command = _shown(public_text(self.base)), public_command(self.command)
-        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0))
+        base = _shown(self.base)
         kind = "LoRA" if self.adapter is not None else "Fine-tuning"
         lines = [
             "---",
@@ -85,9 +70,9 @@ class ModelCard:
             "",
             f"Trained for {self.steps} steps on {self.samples} samples, {self.topology}, with:",
             "",
-            f"{fence}bash",
-            command,
-            fence,
+            "```bash",
+            self.command,
+            "```",
             "",
             *self._use(base),
             *_list(
@@ -166,34 +151,4 @@ def _list(values: Mapping[str, object]) -> list[str]:
 
 def _shown(value: object) -> str:
     shown = ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
-    return " ".join(public_text(shown).split())  # one line
-
-
-def public_command(command: str) -> str:
-    """Return a command without secrets and the folders of absolute paths, on one line."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # not the syntax of a shell
-        return " ".join(public_text(command).split())
-    options = ["", *words[:-1]]  # `--token abc`
-    return shlex.join(
-        "***" if option.startswith("-") and "=" not in option and _SECRET_NAME.search(option) else _public_word(word)
-        for option, word in zip(options, words, strict=True)
-    )
-
-
-def _public_word(word: str) -> str:
-    name, equals, value = word.partition("=")
-    is_secret = _SECRET_NAME.search(name) and not _PLAIN.fullmatch(value)
-    if equals and (is_secret or (_HAS_NAMES.search(value) and _SECRET_NAME.search(value))):
-        return f"{name}=***"
-    path = value if equals else word
-    if _ONE_PATH.fullmatch(path):  # it may have spaces
-        return f"{name}{equals}{PurePath(path).name}" if equals else PurePath(path).name
-    return " ".join(public_text(word).splitlines())
-
-
-def public_text(text: str) -> str:
-    """Return text without the values of secrets, without logins of URLs, and without the folders of absolute paths."""
-    text = _OTHER_FOLDERS.sub("", text)
-    return _ABSOLUTE_FOLDERS.sub("", _URL_LOGIN.sub(r"\1***@", _SECRET_VALUE.sub(r"\1***", text)))
+    return " ".join(shown.split())  # one line

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,28 +23,7 @@ from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, Ranks
 
 
-class ValidationData(Protocol):
-    """Stored samples for validation; `data[i]` must return the same tensors on every call and on every rank."""
-
-    @property
-    def buckets(self) -> Sequence[Hashable]:
-        """Bucket of every sample; samples of one bucket have equal shapes."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def __getitem__(self, item: int, /) -> Sample:
-        """Return a sample."""
-        ...
-
-    def collate(self, samples: Sequence[Sample], /) -> StoredBatch:
-        """Join samples of one bucket to a batch."""
-        ...
-
-
-class HeldOutData(ValidationData):
+class HeldOutData:
     """Rows of a cache for validation: each row once, whatever its `repeats`, always with its first caption.
 
     Args:
@@ -99,7 +78,7 @@ class Validation:
     trained on it.
 
     Args:
-        data: held-out samples, the same on every rank, for instance `HeldOutData`.
+        data: held-out samples, the same on every rank: `HeldOutData`, or a data set with its methods.
         family: family of the transformer.
         objective: objective of the training.
         quantiles: quantiles of the training times, in (0, 1); 0.9 is a high noise level.
@@ -109,7 +88,7 @@ class Validation:
 
     def __init__(
         self,
-        data: ValidationData,
+        data: Any,
         family: Family,
         objective: Objective,
         *,

@@ -1,4 +1,6 @@
-"""Compose the settings of a command with Hydra: every command's `main` is made here."""
+"""Make a command of a main, and a target of its ranks. Imports no torch."""
+
+from __future__ import annotations
 
 import os
 import re
@@ -101,3 +103,13 @@ def _refuse(error: Exception, known: KnownSettings, shown: str) -> NoReturn:
         refuse(known.option_error(found[1], found[2]))
     cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     refuse(f"{error}{cause}")
+
+
+def reads_settings(function: Callable[[Any], None]) -> Callable[[Path], None]:
+    """Return a target (see `Job`) that loads the YAML file of the settings and calls a function with them."""
+
+    @wraps(function)
+    def target(settings: Path) -> None:
+        function(OmegaConf.load(settings))
+
+    return target

@@ -10,8 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_cp.compat.versions import needs
-from lightning_cp.recipes.settings.finetune import check_finetuning, is_finetuning
-from lightning_cp.recipes.settings.mixture import check_no_degrees
+from lightning_cp.recipes.settings.finetune import check_finetuning, check_no_degrees, is_finetuning
 from lightning_cp.recipes.settings.table import SettingsError, read, show
 from lightning_cp.recipes.settings.world import shards_weights
 

@@ -1,7 +1,6 @@
-"""Check the settings of fine-tuning (model=pretrained) against the files that they name.
+"""Check the settings of fine-tuning (model=pretrained) against the files that they name. Imports no torch."""
 
-Imports neither torch nor diffusers.
-"""
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.compat.versions import fsdp_refuses_bytes
+from lightning_cp.errors import CacheError
+from lightning_cp.finetune.encoder_files import check_made_by
+from lightning_cp.finetune.family_table import family_of_pipeline
+from lightning_cp.finetune.prompt_list import sample_prompts_of
 from lightning_cp.finetune.settings import QUANTILES, DiffusionSettings, FlowSettings, LoraSettings, PrecomputeSettings
-from lightning_cp.recipes.settings.cache import check_cache
+from lightning_cp.mesh.degrees import check_degrees
+from lightning_cp.pipeline_folder import read_index
 from lightning_cp.recipes.settings.components import (
     check_components,
     check_quantised,
@@ -20,10 +24,8 @@ from lightning_cp.recipes.settings.components import (
     read_file,
 )
 from lightning_cp.recipes.settings.data_folders import data_folders
-from lightning_cp.recipes.settings.mixture import check_mixture
-from lightning_cp.recipes.settings.prompts import check_prompts
 from lightning_cp.recipes.settings.table import Setting, SettingsError, read, show
-from lightning_cp.recipes.settings.world import shards_weights
+from lightning_cp.recipes.settings.world import is_single, shards_weights
 from lightning_cp.rules import Either, Integer, Number, OneOf, Text, rules_of
 
 _NULL = OneOf((None,))
@@ -40,6 +42,8 @@ _SETTINGS = (
         for name, rule in {**rules_of(DiffusionSettings), **rules_of(FlowSettings)}.items()
         if name not in ("cond_dropout", "sigma_range")  # of all runs; of several experts, see `check_components`
     ),
+    Setting("data.mixed", OneOf((True, False))),
+    Setting("objective.reduction", OneOf(("samples", "tokens"))),
     Setting("save_every", Either(_NULL, Integer(1))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.validation", Integer(0)),
@@ -231,3 +235,93 @@ def _check_tokens(config: DictConfig, rows: Sequence[Mapping[str, Any]]) -> None
             f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of "
             f"{read(config, 'data.path')} has {fewest} tokens: the product must be at most {fewest}"
         )
+
+
+def check_prompts(config: DictConfig) -> None:
+    """Check the pictures from prompts. Raises: SettingsError: prompts and steps do not belong together."""
+    group = config.get("sampling")
+    if not OmegaConf.is_dict(group) or "prompts" not in group:  # sampling=midpoint
+        if read(config, "sampling.every") is not None:
+            raise SettingsError("sampling.every needs sampling=prompts to fine-tune, or experiment=finetune_<family>")
+        return
+    Setting("sampling.fps", Integer(1)).check(config)
+    Setting("sampling.at_start", OneOf((True, False))).check(config)
+    prompts, every = read(config, "sampling.prompts"), read(config, "sampling.every")
+    if (every is None) != (prompts is None):
+        raise SettingsError(
+            f"sampling.every={show(every)} and sampling.prompts={show(prompts)} belong together: set both, or neither"
+        )
+    if prompts is not None:
+        try:
+            sample_prompts_of(prompts, setting="sampling.prompts")
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    if not OmegaConf.is_dict(group.get("call")):
+        raise SettingsError(
+            f"sampling.call={show(group.get('call'))} is not valid: must be arguments such as {{guidance_scale: 3.5}}"
+        )
+
+
+def check_cache(config: DictConfig) -> None:
+    """Check a cache against the pipeline's folder, if it is a local one.
+
+    The ranks also check what needs classes of diffusers: facts of the scheduler, and families of other packages.
+
+    Raises: SettingsError: the cache is for another family, or another encoder has made it (also with another
+        tokenizer or chat template).
+    """
+    source, cache = Path(str(read(config, "model.pretrained"))), Path(str(read(config, "data.path")))
+    if read(config, "data.kind") != "latents" or not source.is_dir():
+        return
+    index, kind = read_file(cache / "index.json", "data.path"), read_index(source).get("_class_name")
+    family, expected = index.get("family"), family_of_pipeline(kind)
+    if family is not None and expected is not None and family != expected:
+        raise SettingsError(
+            f"data.path={cache} was encoded for {family}, but model.pretrained={source} is a {kind}, of the family "
+            f"{expected}: encode the data with this pipeline"
+        )
+    settings = index.get("settings")
+    try:
+        check_made_by(cache, settings if isinstance(settings, dict) else {}, source)
+    except CacheError as error:
+        raise SettingsError(str(error)) from None
+
+
+def check_mixture(config: DictConfig, *, data_parallel: int) -> None:
+    """Check the batches of a fine-tuning run. Raises: SettingsError: the first error found."""
+    batch, by_tokens = read(config, "batch_size"), _by_tokens(config)
+    if not by_tokens and not read(config, "data.mixed"):
+        if batch % data_parallel:
+            raise SettingsError(
+                f"batch_size={batch} is the global batch and must be a multiple of {data_parallel} groups"
+            )
+        return
+    ranks = data_parallel * read(config, "ring") * read(config, "ulysses")
+    groups = max(data_parallel, ranks // min(by_tokens.values(), default=ranks))
+    if batch < groups:
+        raise SettingsError(
+            f"batch_size={batch} is the global batch and must be at least {groups}, the largest number of data groups"
+        )
+
+
+def check_no_degrees(config: DictConfig) -> None:
+    """Check a run that is no fine-tuning. Raises: SettingsError: it has degrees."""
+    if _by_tokens(config):
+        raise SettingsError("degrees.by_tokens needs model=pretrained: other data have samples of one size")
+
+
+def _by_tokens(config: DictConfig) -> dict[int, int]:
+    """Return `degrees.by_tokens`; empty without it. Raises: SettingsError: it is not valid."""
+    value = read(config, "degrees.by_tokens")
+    if value is None:
+        return {}
+    plain: Any = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    try:
+        check_degrees(
+            plain, ring=read(config, "ring"), ulysses=read(config, "ulysses"), shares=read(config, "shares", None)
+        )
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error).replace("degrees", "degrees.by_tokens", 1)) from None
+    if is_single(config) and plain:
+        raise SettingsError("degrees.by_tokens needs context parallelism: use strategy=cp or strategy=cp_fsdp")
+    return dict(plain)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -222,16 +224,16 @@ class FineTune(TrainingSetup):
         words: Any = OmegaConf.to_container(OmegaConf.load(overrides)) if overrides.is_file() else []
         held_out = 0 if self.held_out is None else len(self.held_out)
         return ModelCard(
-            base=config.model.pretrained,
+            base=_without_folders(config.model.pretrained),
             family=self.family.name,
-            command=shlex.join(["lightning-cp", "train", *map(str, words)]),
+            command=shlex.join(["lightning-cp", "train", *shown_settings(words)]),
             steps=run.state.step,
             topology=f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}",
             samples=len(rows) - held_out,
             held_out=held_out,
             captions=len({caption for row in rows for caption in row.captions}),
             sizes=sizes,
-            adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
+            adapter=None if config.lora is None else _adapter(config, run),
             component=components_of(config)[0],
             other_components=components_of(config)[1:],
             loads_adapters=hasattr(pipeline_class(config.model.pretrained), "load_lora_weights")
@@ -239,6 +241,27 @@ class FineTune(TrainingSetup):
             is_modular=is_modular_source(config.model.pretrained),
             losses=self.validation_losses,
         )
+
+
+# What a card may show: neither secrets of loggers nor values of the user's own are among them.
+_SHOWN = (
+    *("activation_checkpointing", "batch_size", "cond_dropout", "data", "data_parallel", "degrees", "devices"),
+    *("ema_decay", "experiment", "gradient_clip_val", "grid", "kernel", "lora", "lr_cycles", "lr_schedule", "lr_steps"),
+    *("max_steps", "micro_batch_size", "mlp_tiles", "model", "num_nodes", "objective", "on_nonfinite", "optim"),
+    *("precision", "ring", "rotate_method", "seed", "shares", "strategy", "trainer", "ulysses", "validation"),
+    "warmup_steps",
+)
+_FOLDERS = re.compile(r"(?<![\w:/.~}-])(?:~|/)(?:[^,'\"\]}/=:]*/)+(?=[^/])")  # of absolute paths, also with spaces
+
+
+def shown_settings(overrides: Sequence[str]) -> list[str]:
+    """Return those settings of a command that its card shows, without the folders of absolute paths."""
+    words = [" ".join(word.split()) for word in overrides if re.split(r"[.=@]", word.lstrip("+~"))[0] in _SHOWN]
+    return [_without_folders(word) for word in words]
+
+
+def _without_folders(text: Any) -> Any:
+    return _FOLDERS.sub("", text) if isinstance(text, str) else text
 
 
 def _check_family(config: DictConfig, family: Family) -> None:
@@ -316,16 +339,10 @@ def _check_validation(config: DictConfig, cache: LatentCache) -> None:
         )
 
 
-def _rank_and_alpha(run: Run) -> dict[str, float]:
-    """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
+def _adapter(config: DictConfig, run: Run) -> dict[str, Any]:
+    """Return the adapter's settings, with rank and alpha: they may come from the defaults or from `lora.file`."""
     transformer = next(iter(named_transformers(run.tuning.transformer, run.tuning.component).values()))
     model: Any = diffusers_model_of(transformer)
     (adapter,) = model.peft_config.values()
-    return {"rank": adapter.r, "alpha": getattr(adapter, "lora_alpha", None) or adapter.alpha}
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    values: Any = OmegaConf.to_container(config)
-    if not isinstance(values, dict):
-        raise DataError(f"lora={values} must be null or settings such as lora.rank=16")
-    return values
+    values = {name: _without_folders(value) for name, value in config.lora.items()}
+    return {**values, "rank": adapter.r, "alpha": getattr(adapter, "lora_alpha", None) or adapter.alpha}

@@ -95,15 +95,14 @@ class Grid:
         return cls(pixels=facts["spatial"] * patch[1], frame_step=facts["temporal"], patch=patch)
 
     def check(self, *, height: int, width: int, frames: int = 1) -> None:
-        """Raise FamilyError if media of this size cannot be encoded without cropping."""
-        for name, value in (("height", height), ("width", width)):
-            if value <= 0 or value % self.pixels:
-                raise FamilyError(f"{name}={value} must be a multiple of {self.pixels}")
+        """Raise FamilyError if media of this size cannot be encoded without cropping; it names the nearest sizes."""
         step, least = self.frame_step, self.least_frames
-        if step == 0 and frames != 1:
+        for name, value in (("height", height), ("width", width)):
+            _check_on_grid(name, value, self.pixels, self.pixels, f"a multiple of {self.pixels}")
+        if step:
+            _check_on_grid("frames", frames, step, least, f"{step}·n + {least}")
+        elif frames != 1:
             raise FamilyError(f"frames={frames} must be 1: this family trains on images")
-        if step and (frames < least or (frames - least) % step):
-            raise FamilyError(f"frames={frames} must be {step}·n + {least}, such as {least} or {4 * step + least}")
 
     def frames_up_to(self, most: int) -> int:
         """Return the largest number of frames of a clip that is on the grid and at most `most`; 1 for images."""
@@ -394,6 +393,16 @@ class Family(ABC):
         It is for proofs. Default: the pixels, decoded by the VAE.
         """
         return {"": self.decode(pipe.vae, stored["latents"])}
+
+
+def _check_on_grid(name: str, value: object, step: int, least: int, rule: str) -> None:
+    """Raise FamilyError unless a value is least + n·step."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FamilyError(f"{name}={value!r} must be a whole number, {rule}")
+    below = least + (value - least) // step * step
+    if value < least or value != below:
+        near = [n for n in (below, below + step) if n >= least] or [least]
+        raise FamilyError(f"{name}={value} must be {rule}: the nearest are {' and '.join(map(str, near))}")
 
 
 def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:

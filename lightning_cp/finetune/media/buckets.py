@@ -60,19 +60,12 @@ def explicit_buckets(
     """
     counts = (frames,) if isinstance(frames, int) else tuple(frames)
     pairs = [tuple(size) for size in sizes]
-    for pair in pairs:
-        if len(pair) != 2:
-            raise FamilyError(f"sizes must be pairs [height, width], got {list(pair)}")
-        for name, value in zip(("height", "width"), pair, strict=True):
-            _check(name, value, step=grid.pixels, offset=0, rule=f"a multiple of {grid.pixels}")
     if not (pairs and counts):
         raise FamilyError("at least one size and one number of frames must be given")
-    for count in counts:
-        if grid.frame_step:
-            rule = f"{grid.frame_step}·n + {grid.least_frames}"
-            _check("frames", count, step=grid.frame_step, offset=grid.least_frames, rule=rule)
-        else:
-            grid.check(height=pairs[0][0], width=pairs[0][1], frames=count)
+    for count, pair in product(counts, pairs):
+        if len(pair) != 2:
+            raise FamilyError(f"sizes must be pairs [height, width], got {list(pair)}")
+        grid.check(height=pair[0], width=pair[1], frames=count)
     return tuple(sorted({Bucket(count, h, w) for count, (h, w) in product(counts, pairs)}))
 
 
@@ -132,18 +125,6 @@ def _size(step: int, area: int, aspect: float) -> tuple[int, int]:
 def _around(value: float) -> tuple[int, int]:
     floor = max(1, math.floor(value + 1e-9))
     return floor, floor + 1
-
-
-def _check(name: str, value: object, *, step: int, offset: int, rule: str) -> None:
-    """Raise FamilyError unless value = offset + n·step, n >= 0 (n >= 1 without an offset); name the nearest values."""
-    least = offset or step
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise FamilyError(f"{name}={value!r} must be a whole number, {rule}")
-    if value >= least and (value - offset) % step == 0:
-        return
-    below = offset + (value - offset) // step * step
-    near = [n for n in (below, below + step) if n >= least] or [least]
-    raise FamilyError(f"{name}={value} must be {rule}: the nearest are {' and '.join(map(str, near))}")
 
 
 def _count(frames: int) -> str:

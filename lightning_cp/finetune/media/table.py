@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_cp.errors import DataError
 from lightning_cp.files import parse_json, read_regular
@@ -25,9 +26,46 @@ from lightning_cp.finetune.media.source import (
     is_video,
 )
 from lightning_cp.finetune.settings import REPEATS
+from lightning_cp.rules import Each, Either, Integer, Number, Rule
 
 TABLE_SUFFIXES = (".csv", ".jsonl")
-COLUMNS = ("file", "caption", "captions", "repeats", "start_s", "end_s", "start_frame", "frames", "reference", "mask")
+
+
+class _Unicode(Rule):
+    @override
+    def passes(self, value: Any) -> bool:
+        return isinstance(value, str) and is_unicode(value)
+
+    @override
+    def describe(self) -> str:
+        return "a text"
+
+
+class _Path(_Unicode):
+    @override
+    def passes(self, value: Any) -> bool:
+        return super().passes(value) and bool(value.strip())
+
+    @override
+    def describe(self) -> str:
+        return "a path"
+
+
+_SECONDS = Number(minimum=0, maximum=1e9)
+_RULES: dict[str, Rule] = {
+    "file": _Path(),
+    "caption": Either(_Unicode(), Each(_Unicode())),
+    "captions": Each(_Unicode()),
+    "repeats": Integer(1, REPEATS),
+    "start_s": _SECONDS,
+    "end_s": _SECONDS,
+    "start_frame": Integer(0),
+    "frames": Integer(1),
+    "reference": _Path(),
+    "mask": _Path(),
+}
+COLUMNS = tuple(_RULES)
+_PATHS = ("file", "reference", "mask")
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Tables of Hugging Face's imagefolder and videofolder, which lie in the folder of the files."""
 _RANGE = ("start_s", "end_s", "start_frame", "frames")
@@ -45,64 +83,78 @@ def read_table(table: Path, caption_column: str | None = None) -> tuple[list[Ent
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for line, values in read(table, caption_column):
-        row = Row(f"{table}, line {line}", values)
-        entry = _entry(table.parent, row)
+        entry = _entry(table.parent, f"{table}, line {line}", values)
         missing = [file for file in entry.source.files if not os.path.isfile(file)]
         if missing:
             state = "is no file" if os.path.exists(missing[0]) else "does not exist"
-            skipped.append(Skipped(missing[0], f"{state} ({row.where})"))
+            skipped.append(Skipped(missing[0], f"{state} ({entry.where})"))
         else:
             entries.append(entry)
     return entries, skipped
 
 
-def _entry(folder: Path, row: Row) -> Entry:
-    file = row.path("file", folder)
+def _entry(folder: Path, where: str, values: Mapping[str, Any]) -> Entry:
+    if isinstance(values.get("reference"), list):
+        raise DataError(f"{where}: reference={values['reference']!r} is a list: {ONE_REFERENCE}")
+    row = {name: _checked(where, name, value) for name, value in values.items()}
+    paths = {name: Path(os.path.normpath(folder / row[name].strip())) for name in _PATHS if name in row}
+    file, reference, mask = map(paths.get, _PATHS)
     if file is None:
-        raise DataError(f"{row.where}: file is missing: expected a path relative to {folder}")
+        raise DataError(f"{where}: file is missing: expected a path relative to {folder}")
     if not (is_image(file) or is_video(file)):
-        raise DataError(f"{row.where}: file={file.name} has an unknown suffix; usable are {accepted_suffixes()}")
-    given = [name for name in _RANGE if row.given(name)]
+        raise DataError(f"{where}: file={file.name} has an unknown suffix; usable are {accepted_suffixes()}")
+    given = [name for name in _RANGE if name in row]
     if given and is_image(file):
-        raise DataError(f"{row.where}: {', '.join(given)} can only be given for videos, but {file.name} is an image")
-    start_s, end_s, frame_range = _range(row)
-    if isinstance(row.values.get("reference"), list):
-        raise DataError(f"{row.where}: reference={row.values['reference']!r} is a list: {ONE_REFERENCE}")
-    reference = row.path("reference", folder)
+        raise DataError(f"{where}: {', '.join(given)} can only be given for videos, but {file.name} is an image")
     if reference and not (is_image(reference) or is_video(reference)):
-        raise DataError(f"{row.where}: reference={reference.name} must be an image or a video")
-    mask = row.path("mask", folder)
+        raise DataError(f"{where}: reference={reference.name} must be an image or a video")
     if mask and not is_image(mask):
-        raise DataError(f"{row.where}: mask={mask.name} must be an image")
+        raise DataError(f"{where}: mask={mask.name} must be an image")
+    if "caption" in row and "captions" in row:
+        raise DataError(f"{where}: give caption or captions, not both")
+    start_s, end_s, frame_range = _range(where, row)
     name = Path(os.path.relpath(file, folder)).as_posix()
-    id = clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}"
-    repeats = row.integer("repeats", least=1, most=REPEATS)
     source = Source(
-        id=id,
+        id=clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}",
         file=file,
-        captions=row.captions(),
-        repeats=1 if repeats is None else repeats,
+        captions=_captions(row.get("captions", row.get("caption", ()))),
+        repeats=row.get("repeats", 1),
         start_s=start_s,
         end_s=end_s,
         reference=reference,
         mask=mask,
     )
-    return Entry(source, name, row.where, frame_range)
+    return Entry(source, name, where, frame_range)
 
 
-def _range(row: Row) -> tuple[float, float | None, tuple[int, int] | None]:
+def _checked(where: str, name: str, value: Any) -> Any:
+    """Return a valid value of a column; cells of a CSV file are texts, also for numbers and lists."""
+    rule, found = _RULES[name], value
+    if isinstance(value, str) and not rule.passes(value):
+        for convert in (parse_json, float, int):  # the last one that succeeds
+            with suppress(ValueError):
+                found = convert(value)
+    if not rule.passes(found):
+        raise DataError(f"{where}: {name}={value!r} must be {rule.describe()}")
+    return found
+
+
+def _captions(texts: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(text.strip() for text in ([texts] if isinstance(texts, str) else texts) if text.strip())
+
+
+def _range(where: str, row: Mapping[str, Any]) -> tuple[float, float | None, tuple[int, int] | None]:
     """Return start_s, end_s, and the range in frames if it is given in frames."""
-    start_frame, frames = row.integer("start_frame", least=0), row.integer("frames", least=1)
-    start_s, end_s = row.seconds("start_s"), row.seconds("end_s")
+    start_frame, frames, start_s, end_s = map(row.get, ("start_frame", "frames", "start_s", "end_s"))
     if start_frame is None and frames is None:
-        start_s = start_s or 0.0
+        start_s = float(start_s or 0)
         if end_s is not None and end_s <= start_s:
-            raise DataError(f"{row.where}: end_s={end_s:g} must be greater than start_s={start_s:g}")
-        return start_s, end_s, None
+            raise DataError(f"{where}: end_s={end_s:g} must be greater than start_s={start_s:g}")
+        return start_s, end_s if end_s is None else float(end_s), None
     if start_s is not None or end_s is not None:
-        raise DataError(f"{row.where}: give a clip as start_s and end_s, or as start_frame and frames, not both")
+        raise DataError(f"{where}: give a clip as start_s and end_s, or as start_frame and frames, not both")
     if frames is None:
-        raise DataError(f"{row.where}: start_frame needs frames, the number of frames of the clip")
+        raise DataError(f"{where}: start_frame needs frames, the number of frames of the clip")
     return 0.0, None, (start_frame or 0, frames)
 
 
@@ -175,92 +227,6 @@ def _our_columns(where: str, names: list[str], kind: str, caption_column: str | 
     if "file" not in ours.values():
         raise DataError(f"{where}: {kind} must include file, got {', '.join(names) or 'none'}")
     return ours
-
-
-@dataclass(frozen=True)
-class Row:
-    """Values of a row by column. Numbers may be texts, as in CSV.
-
-    Args:
-        where: table and line, for errors.
-        values: without empty cells and null.
-    """
-
-    where: str
-    values: dict[str, Any]
-
-    def given(self, name: str) -> bool:
-        """Return True if the row has a value in this column."""
-        return name in self.values
-
-    def path(self, name: str, folder: Path) -> Path | None:
-        """Return a path, joined to `folder` if it is relative; None if not given."""
-        if name not in self.values:
-            return None
-        text = self._text(name, self.values[name]).strip()
-        if not text:
-            raise self._error(name, "a path")
-        return Path(os.path.normpath(folder / text))
-
-    def captions(self) -> tuple[str, ...]:
-        """Return the non-empty captions of `caption` (a text, or a list) or `captions`, without white space around."""
-        if self.given("caption") and self.given("captions"):
-            raise DataError(f"{self.where}: give caption or captions, not both")
-        if self.given("captions"):
-            texts = self._list("captions")
-        elif isinstance(self.values.get("caption"), list):
-            texts = self._list("caption")
-        else:
-            texts = [self._text("caption", self.values["caption"])] if self.given("caption") else []
-        return tuple(text.strip() for text in texts if text.strip())
-
-    def integer(self, name: str, *, least: int, most: int | None = None) -> int | None:
-        """Return a whole number from `least` to `most`; None if not given."""
-        if name not in self.values:
-            return None
-        expected = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
-        expected += "" if most is None else f" and at most {most}"
-        value = self.values[name]
-        if isinstance(value, str):
-            try:
-                value = int(value)
-            except ValueError:
-                raise self._error(name, expected) from None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= (most or value):
-            raise self._error(name, expected)
-        return value
-
-    def seconds(self, name: str) -> float | None:
-        """Return a time in seconds; None if not given."""
-        if name not in self.values:
-            return None
-        value = self.values[name]
-        try:
-            seconds = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            seconds = math.nan
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise self._error(name, "a time in seconds, such as 2.5")
-        return seconds
-
-    def _list(self, name: str) -> list[str]:
-        value = self.values[name]
-        if isinstance(value, str):  # a cell of a CSV file
-            try:
-                value = parse_json(value)
-            except ValueError:
-                value = None
-        if not isinstance(value, list):
-            raise self._error(name, 'a JSON list of texts, such as ["a cat", "a small cat"]')
-        return [self._text(name, item) for item in value]
-
-    def _text(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or not is_unicode(value):
-            raise self._error(name, "a text")
-        return value
-
-    def _error(self, name: str, expected: str) -> DataError:
-        return DataError(f"{self.where}: {name}={self.values[name]!r} must be {expected}")
 
 
 def read_text(file: Path, *, limit_bytes: int = TABLE_BYTES) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.families import Facts, Family, Sample, StoredBatch, collate, family_for, load_family
 from lightning_cp.family_check import store
-from lightning_cp.finetune.validation import Validation, ValidationData
+from lightning_cp.finetune.validation import Validation
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy as TrainerFSDPStrategy
 from lightning_cp.pytorch import ContextParallelStrategy as TrainerStrategy
@@ -31,7 +31,7 @@ Losses = dict[torch.dtype, list[float]]
 
 
 @dataclass
-class Stored(ValidationData):
+class Stored:
     """Samples in memory."""
 
     samples: list[Sample]

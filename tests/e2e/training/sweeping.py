@@ -12,8 +12,8 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.recipes.runs.command import reads_settings
 from lightning_cp.recipes.runs.recipe import run_recipe
-from lightning_cp.recipes.settings.target import reads_settings
 
 HANG_S = 600.0
 CONF = str(Path(__file__).parents[3] / "conf")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from lightning_cp.launch.rendezvous import init_process_group
-from lightning_cp.recipes.settings.target import reads_settings
+from lightning_cp.recipes.runs.command import reads_settings
 
 
 @reads_settings

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_cp.recipes.settings.target import reads_settings
+from lightning_cp.recipes.runs.command import reads_settings
 
 _LISTENS = "0A"
 _ADDRESSES = {"0100007F": "127.0.0.1", "00000000000000000000000001000000": "::1"}

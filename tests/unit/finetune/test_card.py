@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
-import pytest
 import yaml
 
 from lightning_cp.finetune.card import ModelCard
+from lightning_cp.recipes.training.finetune import shown_settings
 
 
 def card(**changes: object) -> ModelCard:
@@ -69,71 +68,16 @@ def test_an_older_card_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-SECRETS = [
-    "logger.api_key=abc123x",
-    "+hf_token='abc123x'",
-    "logger={_target_: wandb, api_key: abc123x, project: p}",
-    '+x={"password":"abc 123x,y","a":1}',
-    "+db.url=https://me:abc123x@host/x",
-    "+db.Password=abc=123x",
-    "wandb.api_key=abc,123x",
-    "+accessKey=abc123x",
-    "+access_key_id=abc123x",
-    "+auth=abc123x",
-    "+h={Authorization: Bearer abc123x}",
-    "--token abc123x",
-    "+tokens=[abc,123x]",
-    "+secrets.a=abc123x",
-    "+token.value=abc123x",
-    "+x={api_key:{a:abc123x}}",
-    "+db.pass=abc123x",
-]
-
-
-@pytest.mark.parametrize("word", SECRETS)
-def test_a_card_has_no_secrets(word: str) -> None:
-    words = word.split() if word.startswith("-") else [word]
-    text = card(command=shlex.join(["python", "recipes/train.py", *words, "ring=2"])).text()
-    assert "123x" not in text
-    assert "***" in text
-    assert "ring=2" in text
-
-
-def test_settings_without_secrets_are_shown() -> None:
-    words = ["max_tokens=4096", "model.pretrained=owner/name", "monkey=3", "keys=1", "lr=1e-4", "prompt=a/b or c"]
-    assert shlex.join(words) in card(command=shlex.join(words)).text()
+def test_a_card_shows_settings_of_the_training_only() -> None:
+    shown = ["experiment=finetune_wan", "+optim.fused=true", "model.pretrained=owner/name", "lora.targets=[to_q,to_v]"]
+    hidden = ["logger=wandb", "logger.api_key=abc123x", "+extra.hf_token=abc123x", "sampling.prompts=[a cat]"]
+    assert shown_settings([*hidden, *shown]) == shown
 
 
 def test_a_card_has_no_absolute_folders() -> None:
-    words = ["model.pretrained=/home/me/models/base", "data.path='~/me/data'", "x=[/home/me/a.png,/home/me/b.png]"]
-    words += [
-        "run_dir=/home/me too/my runs/r 1",
-        "/home/me too/my recipes/train.py",
-        "u=file:///home/me/x",
-        r"w=C:\Users\me\x",
+    words = [
+        "model.pretrained=/home/me/models/base",
+        "data.path='~/me/my data'",
+        "data.path=[/home/me/a,'/me too/b c']",
     ]
-    text = card(
-        command=shlex.join(words), base="/home/me/models/base", adapter={"file": "/home/me/l.safetensors"}
-    ).text()
-    assert "me/" not in text
-    assert "me too" not in text
-    assert "'run_dir=r 1' train.py" in text
-    assert "Users" not in text
-    assert "/home" not in text
-    assert "model.pretrained=base" in text
-    assert "[a.png,b.png]" in text
-    assert "# LoRA of base\n" in text
-    assert "- lora file: l.safetensors\n" in text
-
-
-@pytest.mark.parametrize("fence", ["```", "`````"])
-def test_a_prompt_stays_in_its_code_block(fence: str) -> None:
-    prompt = f"sampling.prompt=a\n{fence}\n## Certificate\n<script>"
-    text = card(command=shlex.join(["python", prompt]), base=f"x\n{fence}\n# y").text()
-    lines = text.splitlines()
-    (start,) = [i for i, line in enumerate(lines) if line.endswith("bash") and set(line[:-4]) == {"`"}]
-    end = next(i for i in range(start + 1, len(lines)) if lines[i].strip() == lines[start][:-4])
-    assert end == start + 2, "the command is one line"
-    assert "## Certificate" in lines[start + 1]
-    assert "## Certificate" not in lines
-    assert fence not in lines
+    assert shown_settings(words) == ["model.pretrained=base", "data.path='my data'", "data.path=[a,'b c']"]

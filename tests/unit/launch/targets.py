@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from lightning_cp.launch import channel
 from lightning_cp.launch.cause import is_stopped
+from lightning_cp.recipes.runs.command import reads_settings
 from lightning_cp.recipes.settings.table import SettingsError
-from lightning_cp.recipes.settings.target import reads_settings
 
 RANK = int(os.environ.get("RANK", "-1"))
 FOREVER_S = 600.0

@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.finetune.settings import DataFolder, LoraSettings
 from lightning_cp.recipes.runs import precompute
-from lightning_cp.recipes.settings import finetune, mixture, table
+from lightning_cp.recipes.settings import finetune, table
 from lightning_cp.recipes.settings.table import read, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, rules_of
 from lightning_cp.strategies.settings import StrategySettings
 from tests.unit.recipes.composed import composed
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
-_RULES: dict[str, Rule] = {one.key: one.rule for one in (*table.SETTINGS, *finetune._SETTINGS, *mixture._SETTINGS)}
+_RULES: dict[str, Rule] = {one.key: one.rule for one in (*table.SETTINGS, *finetune._SETTINGS)}
 _DEGREES = dict.fromkeys(("ring", "ulysses", "ring_degree", "ulysses_degree"), Integer(1))  # "auto": recipes only
 _LEFT_OUT = (
     "model.transformer.",

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.recipes.runs import precompute
-from lightning_cp.recipes.settings import finetune, mixture, table
+from lightning_cp.recipes.settings import finetune, table
 from lightning_cp.recipes.settings.table import Setting, SettingsError, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, rules_of
 from tests.unit.recipes import settings_page
@@ -34,7 +34,7 @@ _GROUPS = ("cache", "data", "logger", "model", "optim", "sampling", "strategy")
 def settings() -> list[Setting]:
     """Return the rules of all recipes."""
     lora = (Setting(f"lora.{name}", rule) for name, rule in rules_of(LoraSettings).items())
-    return [*table.SETTINGS, *finetune._SETTINGS, *mixture._SETTINGS, *precompute._SETTINGS, *lora]
+    return [*table.SETTINGS, *finetune._SETTINGS, *precompute._SETTINGS, *lora]
 
 
 def wrong(rule: Rule) -> Iterator[Any]:

@@ -88,7 +88,7 @@ def test_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
 
 def test_repeats_have_a_limit(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"file": "a.png", "repeats": {2**62}}}\n')
-    with pytest.raises(DataError, match=rf"line 1: repeats={2**62} must be .* at most 10000"):
+    with pytest.raises(DataError, match=rf"line 1: repeats={2**62} must be .* to 10000"):
         find_sources(tmp_path / "rows.jsonl")
 
 
