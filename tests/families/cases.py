@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from lightning_cp.families import Media
-from tests.pipelines import table, vaes, vaes_video
-from tests.pipelines.common import loud, quiet
-from tests.pipelines.text.llama import read_template
-from tests.pipelines.tiny import no_zeros
+from tests.pipelines import PIPES, vaes
+from tests.pipelines.text import read_template
+from tests.pipelines.tiny import loud, no_zeros, quiet
 
 CAPTIONS = ("a cat", "two green birds fly over the high mountains")
 QUOTING = ('a cat "hi"', "two green birds fly")
@@ -26,8 +25,7 @@ class Case:
     """A pipeline that the proofs are run on.
 
     Args:
-        file: file of `tests.pipelines`.
-        pipe: its entry in that file's table.
+        pipe: name of a pipeline of `tests.pipelines`.
         size: frames, height and width of the pixels.
         reference: height and width of a reference picture, or frames, height and width of a reference clip.
         scheduler: returns a scheduler in place of the pipeline's.
@@ -39,7 +37,6 @@ class Case:
         captions: at least two, of different lengths.
     """
 
-    file: str
     pipe: str
     size: tuple[int, int, int]
     reference: tuple[int, ...] | None = None
@@ -79,7 +76,7 @@ def _dynamic_shift() -> Any:
 
 def _decoder_with_time() -> Any:
     """LTX-Video 0.9.1 and later: the decoder takes a time."""
-    return no_zeros(vaes_video.ltx(timestep_conditioning=True))
+    return no_zeros(vaes.ltx(timestep_conditioning=True))
 
 
 def _calm_vae(pipe: Any) -> None:
@@ -90,7 +87,7 @@ def _calm_vae(pipe: Any) -> None:
 
 def _vae_of_ltx2(pipe: Any) -> None:
     """Set the autoencoder of Sana-Video at 720p."""
-    pipe.__init__(**{**pipe.components, "vae": no_zeros(vaes_video.ltx2())})
+    pipe.__init__(**{**pipe.components, "vae": no_zeros(vaes.ltx2())})
 
 
 def _dpm(**settings: Any) -> Callable[[], Any]:
@@ -157,12 +154,11 @@ _SANA = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_sh
 _COG = (9, 48, 80)  # the transformers' sample size, and three latent frames: version 1.5 adds one
 _LTX = (17, 64, 96)  # three latent frames of 2 x 3
 CASES = {
-    "flux": Case("flux", "flux", PICTURE),
-    "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
-    "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
-    "flux_controlnet": Case("flux", "flux_controlnet", PICTURE, reference=(16, 24)),
+    "flux": Case("flux", PICTURE),
+    "flux_dynamic_shift": Case("flux", PICTURE, scheduler=_dynamic_shift),
+    "flux_without_guidance": Case("flux_true_cfg", PICTURE),
+    "flux_controlnet": Case("flux_controlnet", PICTURE, reference=(16, 24)),
     "flux_controlnet_guidance": Case(
-        "flux",
         "flux_controlnet",
         PICTURE,
         reference=(16, 24),
@@ -170,66 +166,65 @@ CASES = {
         change=_controlnet(guidance_embeds=True),
     ),
     "flux_controlnet_double": Case(
-        "flux", "flux_controlnet", PICTURE, reference=(16, 24), change=_controlnet(num_single_layers=0)
+        "flux_controlnet", PICTURE, reference=(16, 24), change=_controlnet(num_single_layers=0)
     ),
-    "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
-    "flux2": Case("flux2", "flux2", (1, 32, 48)),
-    "flux2_reference": Case("flux2", "flux2", (1, 64, 80), reference=(80, 64)),
-    "flux2_klein": Case("flux2", "flux2_klein", (1, 32, 48)),
-    "flux2_klein_reference": Case("flux2", "flux2_klein", (1, 64, 80), reference=(64, 96)),
-    "krea2": Case("krea2", "krea2", (1, 24, 40)),
-    "ltx": Case("ltx", "ltx", _LTX, fps=24.0),
-    "ltx_without_frame_rate": Case("ltx", "ltx", _LTX),
-    "ltx_decoder_with_time": Case("ltx", "ltx", _LTX, vae=_decoder_with_time),
-    "ltx_condition": Case("ltx", "ltx_condition", _LTX, fps=24.0),
-    "ltx_image": Case("ltx", "ltx_image_to_video", _LTX, fps=24.0),
-    "ltx2": Case("ltx2", "ltx2", _LTX, fps=25.0, sound=11_000),
-    "ltx2_without_sound": Case("ltx2", "ltx2", _LTX),
-    "ltx2_newer": Case("ltx2", "ltx2_guided", _LTX, fps=30.0, sound=9_000),
-    "ltx2_image": Case("ltx2", "ltx2_image_to_video", _LTX, fps=25.0, sound=11_000),
-    "minimax_h3": Case("minimax_h3", "minimax_h3", (124, 16, 32), fps=24.0, sound=40_000),
-    "minimax_h3_without_sound": Case("minimax_h3", "minimax_h3", (124, 16, 32)),
-    "wan": Case("wan", "wan", VIDEO),
-    "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),
-    "wan_time_per_token": Case("wan", "wan_per_token_timestep", VIDEO),
-    "wan_image": Case("wan", "wan_image_to_video", VIDEO),
-    "wan_image_two_experts": Case("wan", "wan_image_to_video_two_experts", VIDEO),
-    "wan_image_time_per_token": Case("wan", "wan_image_to_video_per_token_timestep", VIDEO, scheduler=_euler),
-    "wan_vace": Case("wan", "wan_vace", VIDEO, reference=VIDEO),
-    "wan_vace_two_experts": Case("wan", "wan_vace", VIDEO, reference=VIDEO, change=_second_expert),
-    "cogvideox": Case("cogvideox", "cogvideox", VIDEO),
-    "cogvideox_sincos": Case("cogvideox", "cogvideox_sincos", VIDEO),
-    "cogvideox_v_prediction": Case("cogvideox", "cogvideox", VIDEO, scheduler=_published),
-    "cogvideox_1_5": Case("cogvideox", "cogvideox_1_5", _COG),
-    "cogvideox_image": Case("cogvideox", "cogvideox_image_to_video", _COG),
-    "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
-    "sd3": Case("sd3", "sd3", (1, 12, 20)),
-    "sd3_without_t5": Case("sd3", "sd3", (1, 12, 20), change=_without_t5),
-    "sana": Case("sana", "sana", (1, 192, 96), scheduler=_dpm(**_SANA)),
-    "sana_euler": Case("sana", "sana", (1, 192, 96), scheduler=_euler),
-    "sana_video_ltx2": Case("sana_video", "sana_video", (25, 128, 256), scheduler=_dpm(**_SANA), change=_vae_of_ltx2),
-    "sana_video": Case("sana_video", "sana_video", (9, 64, 96), scheduler=_euler, change=_calm_vae),
-    "pixart_sigma": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_ddim, change=_wider_vae),
-    "pixart_sigma_multistep": Case("pixart", "pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
-    "hunyuan_video": Case("hunyuan_video", "hunyuan_video", (9, 48, 80), change=_published_template),
-    "hunyuan_video15": Case("hunyuan_video", "hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
+    "flux_kontext": Case("flux_kontext", PICTURE, reference=(24, 16)),
+    "flux2": Case("flux2", (1, 32, 48)),
+    "flux2_reference": Case("flux2", (1, 64, 80), reference=(80, 64)),
+    "flux2_klein": Case("flux2_klein", (1, 32, 48)),
+    "flux2_klein_reference": Case("flux2_klein", (1, 64, 80), reference=(64, 96)),
+    "krea2": Case("krea2", (1, 24, 40)),
+    "ltx": Case("ltx", _LTX, fps=24.0),
+    "ltx_without_frame_rate": Case("ltx", _LTX),
+    "ltx_decoder_with_time": Case("ltx", _LTX, vae=_decoder_with_time),
+    "ltx_condition": Case("ltx_condition", _LTX, fps=24.0),
+    "ltx_image": Case("ltx_image_to_video", _LTX, fps=24.0),
+    "ltx2": Case("ltx2", _LTX, fps=25.0, sound=11_000),
+    "ltx2_without_sound": Case("ltx2", _LTX),
+    "ltx2_newer": Case("ltx2_guided", _LTX, fps=30.0, sound=9_000),
+    "ltx2_image": Case("ltx2_image_to_video", _LTX, fps=25.0, sound=11_000),
+    "minimax_h3": Case("minimax_h3", (124, 16, 32), fps=24.0, sound=40_000),
+    "minimax_h3_without_sound": Case("minimax_h3", (124, 16, 32)),
+    "wan": Case("wan", VIDEO),
+    "wan_two_experts": Case("wan_two_experts", VIDEO),
+    "wan_time_per_token": Case("wan_per_token_timestep", VIDEO),
+    "wan_image": Case("wan_image_to_video", VIDEO),
+    "wan_image_two_experts": Case("wan_image_to_video_two_experts", VIDEO),
+    "wan_image_time_per_token": Case("wan_image_to_video_per_token_timestep", VIDEO, scheduler=_euler),
+    "wan_vace": Case("wan_vace", VIDEO, reference=VIDEO),
+    "wan_vace_two_experts": Case("wan_vace", VIDEO, reference=VIDEO, change=_second_expert),
+    "cogvideox": Case("cogvideox", VIDEO),
+    "cogvideox_sincos": Case("cogvideox_sincos", VIDEO),
+    "cogvideox_v_prediction": Case("cogvideox", VIDEO, scheduler=_published),
+    "cogvideox_1_5": Case("cogvideox_1_5", _COG),
+    "cogvideox_image": Case("cogvideox_image_to_video", _COG),
+    "cogvideox_image_1_5": Case("cogvideox_image_to_video_1_5", _COG, scheduler=_published),
+    "sd3": Case("sd3", (1, 12, 20)),
+    "sd3_without_t5": Case("sd3", (1, 12, 20), change=_without_t5),
+    "sana": Case("sana", (1, 192, 96), scheduler=_dpm(**_SANA)),
+    "sana_euler": Case("sana", (1, 192, 96), scheduler=_euler),
+    "sana_video_ltx2": Case("sana_video", (25, 128, 256), scheduler=_dpm(**_SANA), change=_vae_of_ltx2),
+    "sana_video": Case("sana_video", (9, 64, 96), scheduler=_euler, change=_calm_vae),
+    "pixart_sigma": Case("pixart_sigma", (1, 48, 80), scheduler=_ddim, change=_wider_vae),
+    "pixart_sigma_multistep": Case("pixart_sigma", (1, 48, 80), scheduler=_dpm(), change=_wider_vae),
+    "hunyuan_video": Case("hunyuan_video", (9, 48, 80), change=_published_template),
+    "hunyuan_video15": Case("hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
     "hunyuan_video15_image_to_video": Case(
-        "hunyuan_video",
         "hunyuan_video15_image_to_video",
         (5, 12, 20),
         change=_published_chat,
         captions=QUOTING,
     ),
-    "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
-    "qwen_image_controlnet": Case("qwen_image", "qwen_image_controlnet", (1, 24, 40), reference=(24, 40)),
+    "qwen_image": Case("qwen_image", (1, 24, 40)),
+    "qwen_image_controlnet": Case("qwen_image_controlnet", (1, 24, 40), reference=(24, 40)),
     # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
-    "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),
-    "qwen_image_edit_plus": Case("qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8)),
+    "qwen_image_edit": Case("qwen_image_edit", (1, 512, 768), reference=(32, 8)),
+    "qwen_image_edit_plus": Case("qwen_image_edit_plus", (1, 512, 768), reference=(32, 8)),
     "qwen_image_edit_plus_reference_at_time_0": Case(
-        "qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
+        "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
     ),
-    "z_image": Case("z_image", "z_image", (1, 20, 28)),
-    "z_image_dynamic_shift": Case("z_image", "z_image", (1, 20, 28), scheduler=_dynamic_shift),
+    "z_image": Case("z_image", (1, 20, 28)),
+    "z_image_dynamic_shift": Case("z_image", (1, 20, 28), scheduler=_dynamic_shift),
 }
 
 
@@ -246,7 +241,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a case's pipeline, with equal random weights each time. Tests must not change it."""
     case = CASES[name]
     torch.manual_seed(0)
-    pipe = table(case.file)[case.pipe].make()
+    pipe = PIPES[case.pipe].make()
     if case.scheduler is not None:
         pipe.register_modules(scheduler=case.scheduler())
     if case.vae is not None:

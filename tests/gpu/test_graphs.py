@@ -19,7 +19,7 @@ from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.undoable import intercept_calls
 from tests.dist.pipelines.test_pipeline_features import _lora
 from tests.gpu.echo import echo_world
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -183,7 +183,7 @@ def test_auto_captures_where_the_host_is_the_limit(tokens: int, width: int, capt
 
 
 def _draw(pipe: Any, *, seed: int = 1, steps: int = 5, **changed: Any) -> Tensor:
-    inputs = {**table("flux")["flux"].inputs(), "num_inference_steps": steps, "output_type": "latent", **changed}
+    inputs = {**PIPES["flux"].inputs(), "num_inference_steps": steps, "output_type": "latent", **changed}
     return pipe(**inputs, generator=torch.Generator("cpu").manual_seed(seed)).images  # type: ignore[no-any-return]
 
 
@@ -223,7 +223,7 @@ def _lora_in_place(pipe: Any, seed: int) -> None:
 
 def _journey(graphs: bool) -> tuple[dict[str, Tensor], list[int]]:
     torch.manual_seed(0)
-    pipe = table("flux")["flux"].make().to("cuda")
+    pipe = PIPES["flux"].make().to("cuda")
     pipe.set_progress_bar_config(disable=True)
     parallelize_pipeline(pipe, ContextParallelConfig(), graphs=graphs)
     state = parallel_pipeline(pipe)

@@ -29,13 +29,18 @@ class Control(Tiny):
     steers: Tiny = flux.TINY["flux"]
     fed: tuple[str, ...] = ("controlnet_block_samples",)
 
+    def make(self, **config: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
+            return super().make(
+                **{**_known(getattr(diffusers, self.kind).__init__, self.steers.config), **self.config, **config}
+            )
+
     def build(self, transformer: nn.Module | None = None) -> nn.Module:
         """Args: transformer: the one that it steers, some of its layers are shared with Z-Image's ControlNet."""
         torch.manual_seed(0)
         kind = getattr(diffusers, self.kind)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
-            control = kind(**{**_known(kind.__init__, self.steers.config), **self.config}).double().eval()
+        control = self.make().double().eval()
         for parameter in control.parameters():
             if not parameter.abs().sum():  # its last layers are zero at first
                 nn.init.normal_(parameter, std=0.2)

@@ -61,10 +61,8 @@ _CASES = [("pixart", "ring", 3), ("pixart", "ulysses", 2), ("pixart", "unified",
 _CASES += [("hunyuan_dit", "ulysses", 2), ("stable_audio", "ring", 3)]
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "world"),
-    [pytest.param(*case, marks=() if case == _CASES[0] else pytest.mark.full) for case in _CASES],
-)
+@pytest.mark.parametrize(("name", "mode", "world"), _CASES)
+@pytest.mark.default(1)
 def test_default_processors_are_followed(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     for errors in run_ranks(world, _errors, name, mode):
         assert max(errors) < 1e-9

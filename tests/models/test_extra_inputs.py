@@ -170,9 +170,7 @@ _QUICK = ("flux", "sd3", "wan", "cogvideox", "qwen_image")
 _IN_ORDER = list(dict.fromkeys((*_QUICK, *list(FIRST.values())[::4])))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in _IN_ORDER]
-)
+@pytest.mark.parametrize("name", _IN_ORDER)
 @pytest.mark.default(2)
 def test_arguments_in_order_and_a_dataclass_as_output(run_ranks: RankPool, name: str) -> None:
     run_ranks(3, _check_in_order, name)
@@ -205,6 +203,7 @@ def _check_scale(rank: int, world: int, name: str) -> None:
         assert max_error(model(**scaled)[0], model(**inputs)[0]) > 1e-6, "the scale has an effect"
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "flux" else pytest.mark.full) for x in SCALED])
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.default(1)
 def test_the_scale_of_a_lora_among_attention_kwargs(run_ranks: RankPool, name: str) -> None:
     run_ranks(3, _check_scale, name)

@@ -24,10 +24,11 @@ from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import ShapeError
 from tests import features
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.models import TINY
 from tests.models.modes import MODES
 from tests.models.tiny import randn
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _REFERENCE = 5
 
@@ -135,24 +136,18 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "world"),
+    ("name", "way"),
     [
-        pytest.param(name, mode, world, marks=() if (mode, world) in quick else pytest.mark.full)
-        for name, quick in (
-            ("flux2", [("ring", 3)]),
-            ("glm_image", [("ulysses", 3)]),
-            ("qwen_image21", [("ring", 3)]),
-            ("qwen_image21_padded", [("ulysses", 3)]),
-        )
-        for mode, world in (
-            *(("ring", 2), ("ring", 3), ("rotation", 3), ("ulysses", 2), ("ulysses", 3), ("unified", 4)),
-            *(("ring", 4), ("ulysses", 4)),
-        )
+        ("flux2", ("ring", 3)),
+        *in_turn(
+            list(_STEPS) * 2,
+            (("ulysses", 3), ("rotation", 3), ("unified", 4), ("ring", 2), ("ring", 3), ("ulysses", 2)),
+        ),
     ],
 )
 @pytest.mark.default(1)
-def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
-    everyone = run_ranks(world, _compared, name, mode)
+def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, way: tuple[str, int]) -> None:
+    everyone = run_ranks(way[1], _compared, name, way[0])
     for error, whole, kept in everyone:
         assert error < 1e-12
         in_front = name.startswith("qwen_image21")  # two ranks: the first one has all tokens before the last picture
@@ -177,18 +172,15 @@ def test_fewer_reference_tokens_than_ranks_are_refused(run_ranks: RankPool) -> N
 def _refused(rank: int, world: int) -> list[str]:
     """What is raised by a pipeline that keeps keys, with branches on different ranks, and with patches."""
     said = []
-    for family, name, settings in (
-        ("flux2", "flux2_klein_kv", {"cfg": 2}),
-        ("flux2", "flux2_klein_kv", {"patches": 2}),
-        ("qwen_image21", "qwen_image21_kept", {"cfg": 2}),
+    for name, settings in (
+        ("flux2_klein_kv", {"cfg": 2}),
+        ("flux2_klein_kv", {"patches": 2}),
+        ("qwen_image21_kept", {"cfg": 2}),
     ):
-        torch.manual_seed(0)
-        tiny = table(family)[name]
-        pipe = tiny.make()
-        pipe.set_progress_bar_config(disable=True)
+        pipe = PIPES[name].pipe()
         parallelize_pipeline(pipe, MODES["ring"](world // settings.get("cfg", 1)), **settings)
         with pytest.raises(ShapeError) as error:
-            pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(7))
+            PIPES[name].draw(pipe)
         said.append(str(error.value))
         unparallelize_pipeline(pipe)
     return said

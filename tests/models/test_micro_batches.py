@@ -18,9 +18,9 @@ from tests.models import FIRST, TINY
 
 _DEFAULT = ("flux", "hunyuan_video", "z_image", "qwen_image")
 _ONE_SAMPLE = {"framepack_one_sample"}
-_TRIED = {*_DEFAULT, *_ONE_SAMPLE, *list(FIRST.values())[::2]}
+_TRIED = (*_DEFAULT, *_ONE_SAMPLE, *list(FIRST.values())[::2])
 _SETTINGS = {name: REGISTERED[tiny.kind].patches for name, tiny in TINY.items() if not tiny.training}
-_DIVIDED = [name for name, x in _SETTINGS.items() if x and x.stages and x.samples and name in _TRIED]
+_DIVIDED = [name for name in dict.fromkeys(_TRIED) if (x := _SETTINGS.get(name)) and x.stages and x.samples]
 
 
 def _result(model: nn.Module, arguments: dict[str, Any]) -> Any:
@@ -32,9 +32,8 @@ def _floats(result: Any) -> list[Tensor]:
     return [x for x in tensors(result) if x.is_floating_point()]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _DIVIDED]
-)
+@pytest.mark.parametrize("name", _DIVIDED)
+@pytest.mark.default(len(_DEFAULT))
 def test_micro_batches_give_the_result_of_the_whole_call(name: str) -> None:
     model, arguments = TINY[name].build(), {**TINY[name].arguments(), "return_dict": False}
     whole, batches = _result(model, arguments), divide_samples(model, (), arguments, 4)

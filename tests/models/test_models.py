@@ -18,18 +18,14 @@ import pytest
 from lightning_cp import check_plan
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
-from tests.harness.cases import full_unless, in_turn
+from tests.harness.cases import in_turn
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.table import Measured, write_table
 from tests.models.tiny import dense_flex_attention
 
-_MODES = (("ring", 3), ("ulysses", 3), ("rotation", 3), ("unified", 4), ("replay", 3))
+_AT_3 = ("ring", "ulysses", "rotation", "replay")
 _LARGE = (("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 6), ("unified3", 6), ("grid", 6))
-_OTHERS = [name for name in TINY if name not in FIRST.values()]
-_TRIALS = [(name, *mode) for name in FIRST.values() for mode in _MODES]
-_TRIALS += [(name, *mode) for name, mode in in_turn(_OTHERS, _MODES[:4])]
-_TRIALS += [(name, *mode) for name, mode in in_turn(list(FIRST.values())[::3], _LARGE)]
 _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("flux", "ulysses", 3), ("sd3", "rotation", 3), ("qwen_image", "ring", 3)),  # text joined to the image
     *(("wan", "rotation", 3), ("pixart", "ulysses", 3), ("sana", "ring", 3)),  # cross attention, linear attention
@@ -38,7 +34,12 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
-_TRIALS = list(dict.fromkeys([*_TRIALS, *_DEFAULT]))
+# every class in all modes of 3 ranks and with both degrees; a third of them at more ranks; other inputs in one mode
+_TRIALS = [(name, (mode,), world) for name, mode, world in _DEFAULT]
+_TRIALS += [(name, tuple(x for x in _AT_3 if (name, x, 3) not in _DEFAULT), 3) for name in FIRST.values()]
+_TRIALS += [(name, ("unified",), 4) for name in FIRST.values() if (name, "unified", 4) not in _DEFAULT]
+_TRIALS += [(name, (mode,), 3) for name, mode in in_turn([x for x in TINY if x not in FIRST.values()], _AT_3[:3])]
+_TRIALS += [(name, (mode,), world) for name, (mode, world) in in_turn(list(FIRST.values())[::3], _LARGE)]
 
 
 _measured: list[Measured] = []
@@ -71,14 +72,18 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     return found.output_error, found.gradient_error, "" if found.passed else str(found)
 
 
-@pytest.mark.parametrize(("name", "mode", "world"), full_unless(lambda *trial: trial in _DEFAULT, _TRIALS))
-def test_a_class_is_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
-    found = run_ranks(world, _check, name, mode)[0]  # the same on all ranks
-    if found is None:
-        return
-    output, gradient, differing = found
-    _measured.append(Measured(TINY[name].kind, name, mode, world, output, gradient, passed=not differing))
-    assert not differing, differing
+def _check_all(rank: int, world: int, name: str, modes: tuple[str, ...]) -> dict[str, tuple[float, float, str] | None]:
+    return {mode: _check(rank, world, name, mode) for mode in modes}
+
+
+@pytest.mark.parametrize(("name", "modes", "world"), _TRIALS, ids=lambda x: "-".join(x) if isinstance(x, tuple) else x)
+@pytest.mark.default(len(_DEFAULT))
+def test_a_class_is_exact(run_ranks: RankPool, name: str, modes: tuple[str, ...], world: int) -> None:
+    for mode, found in run_ranks(world, _check_all, name, modes)[0].items():  # the same on all ranks
+        if found is not None:
+            output, gradient, differing = found
+            _measured.append(Measured(TINY[name].kind, name, mode, world, output, gradient, passed=not differing))
+            assert not differing, f"{mode}: {differing}"
 
 
 def test_every_class_with_a_plan_is_tried() -> None:

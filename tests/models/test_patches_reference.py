@@ -107,6 +107,16 @@ def _ours(model: nn.Module, arguments: dict[str, Any], order: tuple[str, ...]) -
     return found
 
 
+def _compare(name: str, expected: list[Tensor], order: tuple[str, ...]) -> None:
+    arguments = TINY[name].arguments()
+    for a, b in zip(expected, _ours(TINY[name].build(), arguments, order), strict=True):
+        assert float((a - b).abs().max()) < 1e-12
+    plain = arguments["hidden_states"]
+    for _ in range(STEPS):
+        plain = plain - 0.3 * _run(TINY[name].build(), {**arguments, "hidden_states": plain})
+    assert float((plain - expected[-1]).abs().max()) > 1e-6  # patches are not exact, so the comparison means something
+
+
 def test_flux_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.transformers import transformer_flux
 
@@ -121,12 +131,7 @@ def test_flux_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
         expected = _reference(
             lambda x: _run(model, {**arguments, "hidden_states": x}), reference, arguments["hidden_states"], rows
         )
-    for a, b in zip(expected, _ours(model, arguments, ("text", "image")), strict=True):
-        assert float((a - b).abs().max()) < 1e-12
-    plain = arguments["hidden_states"]
-    for _ in range(STEPS):
-        plain = plain - 0.3 * _run(TINY["flux"].build(), {**arguments, "hidden_states": plain})
-    assert float((plain - expected[-1]).abs().max()) > 1e-6  # patches are not exact, so the comparison means something
+    _compare("flux", expected, ("text", "image"))
 
 
 def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +152,7 @@ def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as context:
         context.setattr(transformer_wan, "dispatch_attention_fn", reference.attend)
         expected = _reference(lambda x: _run(model, {**arguments, "hidden_states": x}), reference, start, rows)
-    for a, b in zip(expected, _ours(model, arguments, ("image",)), strict=True):
-        assert float((a - b).abs().max()) < 1e-12
+    _compare("wan", expected, ("image",))
 
 
 @dataclass
@@ -192,12 +196,7 @@ def test_sana_in_patches_is_the_reference(name: str, convolution: str) -> None:
         return out[:, :, slice(*_bounds(number)[patch])]
 
     expected = _reference(lambda x: _run(model, {**arguments, "hidden_states": x}), reference, start, rows_of)
-    for a, b in zip(expected, _ours(TINY[name].build(), arguments, ("image",)), strict=True):
-        assert float((a - b).abs().max()) < 1e-12
-    plain = start
-    for _ in range(STEPS):
-        plain = plain - 0.3 * _run(TINY[name].build(), {**arguments, "hidden_states": plain})
-    assert float((plain - expected[-1]).abs().max()) > 1e-6  # patches are not exact, so the comparison means something
+    _compare(name, expected, ("image",))
 
 
 @dataclass

@@ -66,6 +66,7 @@ def test_the_page_says_what_is_refused_and_when() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), _REQUIRED)
+@pytest.mark.default(1)
 def test_an_argument_that_a_plan_requires(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     with pytest.raises(ShapeError, match=f"{name} must be given"):
@@ -73,6 +74,7 @@ def test_an_argument_that_a_plan_requires(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), _LEADING)
+@pytest.mark.default(1)
 def test_a_mask_that_must_keep_the_first_tokens(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     with pytest.raises(ShapeError, match=f"{name} must keep the first tokens"):

@@ -16,27 +16,23 @@ from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
-from tests.pipelines import names, table
+from tests.pipelines import PIPES
 from tests.pipelines.report import Measured, write_list
-
-DEFAULT = (("wan_two_experts", 4), ("flux_kontext", 2), ("sd3", 4), ("hunyuan_video", 3))
+from tests.pipelines.tiny import error_of
 
 # (mode of the context, ranks, cfg)
 TRIALS = {
-    "ring2": ("ring", 2, 1),
     "ring3": ("ring", 3, 1),
     "rotation3": ("rotation", 3, 1),
-    "ulysses2": ("ulysses", 2, 1),
     "ulysses3": ("ulysses", 3, 1),
     "unified4": ("unified", 4, 1),
     "cfg2": ("ring", 1, 2),
     "cfg2_ring2": ("ring", 2, 2),
     "cfg2_ulysses2": ("ulysses", 2, 2),
 }
-PIPES = {name: family for family in names() for name in table(family)}
-FIRST = {family: next(iter(table(family))) for family in names()}
-
-
+# 4 ranks for all with guidance, 3 for the others
+CASES = [(name, 3 if tiny.guidance == "none" else 4) for name, tiny in PIPES.items()]
+CASES += [("flux_kontext", 2), ("sd3", 3), ("wan", 3), ("qwen_image", 3), ("z_image", 3)]
 _measured: list[Measured] = []
 
 
@@ -47,27 +43,17 @@ def _list() -> Iterator[None]:
         write_list(Path(os.environ["LIGHTNING_CP_PIPELINES_TABLE"]), _measured)
 
 
-def _latents(pipe: Any, name: str, family: str, seed: int) -> Tensor:
-    tiny = table(family)[name]
-    torch.manual_seed(seed)  # some draw without the generator
-    result = pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(seed))
-    value = getattr(result, tiny.output)
-    return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
-
-
 def _attributes(pipe: Any) -> list[list[str]]:
     """Names of the attributes of each model."""
     return [sorted(module.__dict__) for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
 
 
-def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) -> list[tuple[float, int, str]]:
+def _errors(rank: int, world: int, name: str, trials: list[str]) -> list[tuple[float, int, str]]:
     """The largest relative error of each trial, and the calls that were shared out by branch; the pipeline's class."""
-    tiny = table(family)[name]
-    torch.manual_seed(0)
-    pipe = tiny.make()
-    pipe.set_progress_bar_config(disable=True)
+    tiny = PIPES[name]
+    pipe = tiny.pipe()
     # the first call sets attributes of some models, so their names are those of the first rank, too
-    alone, before = of_first_rank(lambda: (_latents(pipe, name, family, seed=7), _attributes(pipe)))
+    alone, before = of_first_rank(lambda: (tiny.draw(pipe), _attributes(pipe)))
     found = []
     for trial in trials:
         mode, ranks, cfg = TRIALS[trial]
@@ -76,21 +62,18 @@ def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) ->
         assert installed is not None
         assert tuple(installed.transformers) == tiny.transformers
         assert tuple(installed.controlnets) == tiny.controlnets
-        together = _latents(pipe, name, family, seed=7 + rank)
+        together = tiny.draw(pipe, seed=7 + rank)
         unparallelize_pipeline(pipe)
-        error = float((together - alone).abs().max() / alone.abs().max())
-        found.append((error, installed.branch_runner.shared, type(pipe).__name__))
+        found.append((error_of(alone, together), installed.branch_runner.shared, type(pipe).__name__))
     assert _attributes(pipe) == before
-    assert rank < world - 1 or torch.equal(_latents(pipe, name, family, seed=7), alone)  # one rank: cores are few
+    assert rank < world - 1 or torch.equal(tiny.draw(pipe), alone)  # one rank: cores are few
     return found
 
 
 def _one_picture(rank: int, world: int, mode: str, cfg: int) -> float:
     """Error of one picture with two prompts and two generators: SD3 encodes an empty batch for the second of them."""
-    tiny = table("sd3")["sd3_img2img"]
-    torch.manual_seed(0)
-    pipe = tiny.make()
-    pipe.set_progress_bar_config(disable=True)
+    tiny = PIPES["sd3_img2img"]
+    pipe = tiny.pipe()
     inputs = {**tiny.inputs(), "prompt": ["a cat", "two green birds"], "negative_prompt": ["blurry", "dark"]}
     counts: list[int] = []
     pipe.vae.encoder.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
@@ -103,37 +86,23 @@ def _one_picture(rank: int, world: int, mode: str, cfg: int) -> float:
     parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg)
     together = draw()
     assert counts[-2:] == [1, 0], "diffusers encodes an empty batch"
-    return float((together - alone).abs().max() / alone.abs().max())
+    return error_of(alone, together)
 
 
-@pytest.mark.parametrize(
-    ("mode", "world", "cfg"),
-    [("ring", 3, 1), *(pytest.param(*x, marks=pytest.mark.full) for x in [("ulysses", 2, 1), ("unified", 4, 2)])],
-)
+@pytest.mark.parametrize(("mode", "world", "cfg"), [("ring", 3, 1), ("unified", 4, 2)])
+@pytest.mark.default(1)
 def test_one_picture_for_two_generators(run_ranks: RankPool, mode: str, world: int, cfg: int) -> None:
     assert max(run_ranks(world, _one_picture, mode, cfg)) <= 1e-4
 
 
-def _is_tried(name: str, world: int) -> bool:
-    """At 4 ranks if it has guidance, else at 3; the first pipeline of each family at 3, too."""
-    guided = table(PIPES[name])[name].guidance != "none"
-    return (name, world) in DEFAULT or world == 3 + guided or (name == FIRST[PIPES[name]] and world == 3)
-
-
-def _marks(name: str, world: int) -> tuple[pytest.MarkDecorator, ...]:
-    return () if (name, world) in DEFAULT else (pytest.mark.full,)
-
-
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [pytest.param(name, n, marks=_marks(name, n)) for name in PIPES for n in (2, 3, 4) if _is_tried(name, n)],
-)
+@pytest.mark.parametrize(("name", "world"), CASES)
+@pytest.mark.default("wan_two_experts-4", "flux_kontext-2", "sd3-4", "hunyuan_video-3")
 def test_latents_are_those_of_one_process(run_ranks: RankPool, name: str, world: int) -> None:
-    tiny = table(PIPES[name])[name]
+    guidance = PIPES[name].guidance
     trials = [trial for trial, (_, ranks, cfg) in TRIALS.items() if ranks * cfg == world]
-    trials = [trial for trial in trials if TRIALS[trial][2] == 1 or tiny.guidance != "none"]
-    for found in run_ranks(world, _errors, name, PIPES[name], trials):
+    trials = [trial for trial in trials if TRIALS[trial][2] == 1 or guidance != "none"]
+    for found in run_ranks(world, _errors, name, trials):
         for trial, (error, shared, kind) in zip(trials, found, strict=True):
-            _measured.append(Measured(kind, tiny.guidance, error))
+            _measured.append(Measured(kind, guidance, error))
             assert error <= 1e-4, f"{trial}: {error:.1e}"
             assert (shared > 0) == (TRIALS[trial][2] > 1), f"{trial}: {shared} calls were shared out"

@@ -39,7 +39,7 @@ from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 from tests.models.tiny import dense_flex_attention, with_short_text
 from tests.models.wan import wan
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 SHARES = {2: (2, 1), 3: (1, 3, 2), 4: (4, 1, 2, 1), 6: (1, 2, 3, 1, 1, 2)}
 _TOLERANCE = 1e-9
@@ -240,7 +240,7 @@ def test_strategies_train_with_one_process_gradients(
 def _sampled(rank: int, world: int, family: str, mode: str, cfg: int) -> float:
     """Largest error of a pipeline's latents, or pictures decoded by all ranks."""
     torch.manual_seed(0)
-    tiny = table(family)[family]
+    tiny = PIPES[family]
     pipe: Any = tiny.make()
     pipe.set_progress_bar_config(disable=True)
 
@@ -273,7 +273,7 @@ def test_pipelines_give_one_process_latents(run_ranks: RankPool, family: str, mo
 
 def _in_patches(rank: int, world: int) -> float:
     """Largest difference that shares make to a pipeline that runs in patches (PipeFusion)."""
-    tiny, found = table("flux")["flux"], []
+    tiny, found = PIPES["flux"], []
     for shares in (None, SHARES[world]):
         torch.manual_seed(0)
         pipe: Any = tiny.make()

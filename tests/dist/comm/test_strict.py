@@ -13,12 +13,13 @@ import pytest
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from tests.dist.attention.test_exactness import problems
-from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipefusion import latents_of, make_pipe
 from tests.dist.pipelines.test_pipe_stages import _failing
 from tests.dist.problems import check_exact
 from tests.dist.strategies import test_fabric_strategy, test_sharded
 from tests.harness import RankPool
 from tests.harness.strict import Strict
+from tests.pipelines.tiny import error_of
 
 _STRICT = Strict(serial=True, backward_thread=True)
 _MODES = [

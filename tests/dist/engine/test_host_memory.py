@@ -18,7 +18,7 @@ from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.harness.memory import settled_bytes
 from tests.models.wan import wan
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 STEPS, WARM_UP, LIMIT_MB = 2000, 500, 5
@@ -84,7 +84,7 @@ def test_a_session_stores_a_limited_number_of_lengths(run_ranks: RankPool) -> No
 
 
 def _pipeline(rank: int, world: int) -> _Step:
-    pipe: Any = table("wan")["wan"].make()
+    pipe: Any = PIPES["wan"].make()
     pipe.set_progress_bar_config(disable=True)
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
 

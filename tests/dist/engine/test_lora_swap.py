@@ -18,20 +18,20 @@ from lightning_cp.errors import PeerMismatchError, PlanError
 from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "ff.net.2")
 
 
 def _pipe(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    pipe = table("flux")["flux_true_cfg"].make()
+    pipe = PIPES["flux_true_cfg"].make()
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(dtype)
 
 
 def _latents(pipe: Any) -> Tensor:
-    inputs = table("flux")["flux_true_cfg"].inputs()
+    inputs = PIPES["flux_true_cfg"].inputs()
     return torch.as_tensor(pipe(**inputs, generator=torch.Generator().manual_seed(7)).images)
 
 

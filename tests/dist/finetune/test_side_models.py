@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def flux() -> Prepared:
-    return prepared("flux", "flux_controlnet", (1, 16, 24))
+    return prepared("flux_controlnet", (1, 16, 24))
 
 
 def _proof(rank: int, world: int, given: Prepared, averaged: bool) -> tuple[float, str, list[bool], float]:

@@ -23,7 +23,7 @@ from lightning_cp.pytorch import ContextParallelStrategy as TrainerStrategy
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDE, TALL = (1, 16, 24), (1, 32, 16)
@@ -70,7 +70,7 @@ class Given:
 
 def given(name: str) -> Given:
     torch.manual_seed(0)
-    pipe = table(name)[name].make()
+    pipe = PIPES[name].make()
     family = family_for(pipe)
     sizes = [WIDE, TALL, WIDE, WIDE]
     samples = [

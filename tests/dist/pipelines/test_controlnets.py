@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_cp import apply_context_parallel, parallelize_pipeline
@@ -16,29 +15,18 @@ from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.controlnets import TINY as CONTROLNETS
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
 _TOKENS = 15
-
-
-def _pipe(name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table("flux")[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _latents(pipe: Any, name: str) -> Tensor:
-    images: Tensor = pipe(**table("flux")[name].inputs(), generator=torch.Generator().manual_seed(7)).images
-    return images
 
 
 def _shared(
     rank: int, world: int, name: str, mode: str, cfg: int, settings: dict[str, Any]
 ) -> list[tuple[float, list[int]]]:
     """For each of two calls: the error, and the image tokens in the blocks of this rank's ControlNets."""
-    pipe = _pipe(name)
-    alone = of_first_rank(lambda: _latents(pipe, name))
+    pipe = PIPES[name].pipe()
+    alone = of_first_rank(lambda: PIPES[name].draw(pipe))
     parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, **settings)
     counts: list[int] = []
 
@@ -51,8 +39,7 @@ def _shared(
     found = []
     for _ in range(2):
         counts.clear()
-        latents = _latents(pipe, name)
-        found.append((float((latents - alone).abs().max() / alone.abs().max()), list(counts)))
+        found.append((error_of(alone, PIPES[name].draw(pipe)), list(counts)))
     return found
 
 
@@ -60,24 +47,14 @@ def _shared(
     ("world", "name", "mode", "cfg", "settings"),
     [
         (3, "flux_controlnet", "ulysses", 1, {"shares": (1, 3, 2)}),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                (4, "flux_two_controlnets", "ulysses", 2, {}),
-                (4, "flux_controlnet", "ring", 2, {"shard": ("controlnet", "transformer")}),
-                (4, "flux_controlnet", "ring", 2, {"shares": (2, 1)}),
-                (4, "flux_two_controlnets", "unified", 1, {"shares": (4, 1, 2, 1)}),
-            ]
-        ),
+        (4, "flux_two_controlnets", "ulysses", 2, {}),
+        (4, "flux_controlnet", "ring", 2, {"shard": ("controlnet", "transformer")}),
+        (4, "flux_two_controlnets", "unified", 1, {"shares": (4, 1, 2, 1)}),
     ],
 )
+@pytest.mark.default(1)
 def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
-    run_ranks: RankPool,
-    world: int,
-    name: str,
-    mode: str,
-    cfg: int,
-    settings: dict[str, Any],
+    run_ranks: RankPool, world: int, name: str, mode: str, cfg: int, settings: dict[str, Any]
 ) -> None:
     by_rank = run_ranks(world, _shared, name, mode, cfg, settings)
     shares = settings.get("shares", (1,))
@@ -95,17 +72,17 @@ def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
 
 def _failed(rank: int, world: int) -> tuple[str, float]:
     """What is raised if rank 1 fails before the first call of the ControlNet; the error of the next call."""
-    pipe = _pipe("flux_controlnet")
-    alone = of_first_rank(lambda: _latents(pipe, "flux_controlnet"))
+    tiny = PIPES["flux_controlnet"]
+    pipe = tiny.pipe()
+    alone = of_first_rank(lambda: tiny.draw(pipe))
     parallelize_pipeline(pipe, MODES["ring"](world))
     prepare = pipe.prepare_latents
     if rank == 1:
         pipe.prepare_latents = _fail
     with pytest.raises(OSError if rank == 1 else CallFailedError) as error:
-        _latents(pipe, "flux_controlnet")
+        tiny.draw(pipe)
     pipe.prepare_latents = prepare
-    latents = _latents(pipe, "flux_controlnet")
-    return str(error.value), float((latents - alone).abs().max() / alone.abs().max())
+    return str(error.value), error_of(alone, tiny.draw(pipe))
 
 
 def _fail(*_: object, **__: object) -> None:

@@ -12,7 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _STEPS = 3
 _SCALED = 1.5
@@ -63,19 +63,12 @@ _RESULT = "must compute the same, but the contents of result differ in a call of
 
 def _call(pipe: Any, **others: Any) -> str:
     """The error of a call; "" without one."""
-    inputs = table("flux")["flux_true_cfg"].inputs() | {"num_inference_steps": _STEPS, "output_type": "latent"}
+    inputs = PIPES["flux_true_cfg"].inputs() | {"num_inference_steps": _STEPS, "output_type": "latent"}
     try:
         pipe(**inputs, **others, generator=torch.Generator().manual_seed(7))
     except (PeerMismatchError, CallFailedError) as error:
         return str(error)
     return ""
-
-
-def _make() -> Any:
-    torch.manual_seed(0)
-    pipe = table("flux")["flux_true_cfg"].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def _parallel(pipeline: Any, ring: int = 1, **degrees: int) -> Any:
@@ -87,7 +80,7 @@ def _before(rank: int, world: int, degrees: dict[str, int], whats: list[str]) ->
     """The errors of changes on rank 1 before a pipeline is made parallel."""
     found = {}
     for what in whats:
-        pipe = _make()
+        pipe = PIPES["flux_true_cfg"].pipe()
         if rank == 1:
             _change(pipe, what)
         try:
@@ -104,8 +97,7 @@ def _before(rank: int, world: int, degrees: dict[str, int], whats: list[str]) ->
     [
         (2, {"cfg": 2}, ["transformer", "data", "dtype", "scheduler", "sigmas", "tokenizer"]),
         (3, {"ring": 3}, ["text_encoder", "block", "sigmas", "tiling"]),
-        pytest.param(2, {"pipe": 2}, ["transformer", "vae", "scheduler"], marks=pytest.mark.full),
-        pytest.param(2, {"ring": 2}, list(BEFORE), marks=pytest.mark.full),
+        (2, {"pipe": 2}, ["transformer", "vae", "scheduler"]),
     ],
 )
 @pytest.mark.default("degrees1")
@@ -119,7 +111,7 @@ def test_a_component_of_one_rank_that_differs(
 
 def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
     """The errors of calls: as usual, changed by a callback from a step on, as usual, with later weights."""
-    pipe = _parallel(_make(), **degrees)
+    pipe = _parallel(PIPES["flux_true_cfg"].pipe(), **degrees)
     found = [_call(pipe)]
     for first in (0, _STEPS - 1):  # a callback makes changes in all steps from one on
 
@@ -134,11 +126,7 @@ def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "degrees"),
-    [
-        (3, {"ring": 3}),
-        pytest.param(2, {"cfg": 2}, marks=pytest.mark.full),
-        pytest.param(2, {"pipe": 2}, marks=pytest.mark.full),
-    ],
+    [(3, {"ring": 3}), (2, {"cfg": 2}), (2, {"pipe": 2})],
 )
 @pytest.mark.full
 def test_a_call_that_differs_raises_and_the_next_one_does_not(

@@ -26,21 +26,19 @@ from lightning_cp.undoable import intercept_calls
 from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
-FLUX, WAN = ("flux", "flux_true_cfg"), ("wan", "wan")
-
-
-def _pipe(family: str, name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(family)[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+FLUX, WAN = "flux_true_cfg", "wan"
 
 
-def _inputs(family: str, name: str, i: int) -> dict[str, Any]:
+def _pipe(name: str = FLUX) -> Any:
+    return PIPES[name].pipe()
+
+
+def _inputs(i: int, name: str = FLUX) -> dict[str, Any]:
     """Return the arguments of call i: a different size, number of steps, prompt and noise for each."""
-    given = table(family)[name].inputs()
+    given = PIPES[name].inputs()
     return {
         **given,
         "prompt": "a small red cat " * (1 + i % 3),
@@ -55,15 +53,10 @@ def _first(result: Any) -> Tensor:
     return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def _calls(rank: int, world: int, which: tuple[str, str], cfg: int) -> Any:
+def _calls(rank: int, world: int, which: str, cfg: int) -> Any:
     """Rank 0: the error of each call, and how many calls were divided over branches. Others: None."""
-    pipe = _pipe(*which)
-    alone = [_first(pipe(**_inputs(*which, i))) for i in range(3)]
+    pipe = _pipe(which)
+    alone = [_first(pipe(**_inputs(i, which))) for i in range(3)]
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg)
     state = parallel_pipeline(pipe)
     assert state is not None
@@ -71,28 +64,24 @@ def _calls(rank: int, world: int, which: tuple[str, str], cfg: int) -> Any:
     def loop(leader: Leader) -> Any:
         found = []
         for i in range(3):
-            inputs = _inputs(*which, i)
-            error = _error(_first(leader(**inputs)), alone[i])
+            inputs = _inputs(i, which)
+            error = error_of(alone[i], _first(leader(**inputs)))
             assert not torch.equal(torch.Generator().manual_seed(i).get_state(), inputs["generator"].get_state())
             found.append((error, state.branch_runner.shared))
         return found
 
     found = follow(pipe, loop)
     unparallelize_pipeline(pipe)
-    assert torch.equal(_first(pipe(**_inputs(*which, 0))), alone[0]), "not as before"
+    assert torch.equal(_first(pipe(**_inputs(0, which))), alone[0]), "not as before"
     return found
 
 
 @pytest.mark.parametrize(
     ("world", "which", "cfg"),
-    [
-        (3, FLUX, 1),
-        pytest.param(4, WAN, 2, marks=pytest.mark.full),
-    ],
+    [(3, FLUX, 1), (4, WAN, 2)],
 )
-def test_calls_of_all_sizes_are_those_of_one_process(
-    run_ranks: RankPool, world: int, which: tuple[str, str], cfg: int
-) -> None:
+@pytest.mark.default(1)
+def test_calls_of_all_sizes_are_those_of_one_process(run_ranks: RankPool, world: int, which: str, cfg: int) -> None:
     first, *others = run_ranks(world, _calls, which, cfg, timeout_s=240)
     assert others == [None] * (world - 1)
     for error, shared in first:
@@ -103,8 +92,8 @@ def test_calls_of_all_sizes_are_those_of_one_process(
 
 def _failing(rank: int, world: int) -> list[str]:
     """Rank 0: what each failed call said. After each, a call that works."""
-    pipe = _pipe(*FLUX)
-    expected = _first(pipe(**_inputs(*FLUX, 0)))
+    pipe = _pipe()
+    expected = _first(pipe(**_inputs(0)))
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     step, steps = pipe.scheduler.step, []
 
@@ -135,19 +124,19 @@ def _failing(rank: int, world: int) -> list[str]:
             {"callback_on_step_end": SDXLCFGCutoffCallback(cutoff_step_ratio=0.5)},
             {"sigmas": iter([1])},
             {"height": 10**5000},
-            {"callback_on_step_end": lambda *_: leader(**_inputs(*FLUX, 0)) and {}},
+            {"callback_on_step_end": lambda *_: leader(**_inputs(0)) and {}},
             {"prompt": "unreadable"},
         ]
         leaders.append(leader)
         for given in bad:
             with pytest.raises(Exception) as caught:  # noqa: PT011  # of all kinds
-                leader(**{**_inputs(*FLUX, 0), **given})
+                leader(**{**_inputs(0), **given})
             said.append(f"{type(caught.value).__name__}: {caught.value}")
             if given in (bad[1], bad[2], bad[-1]):  # in the loop, in a callback, on another rank
-                assert _error(_first(leader(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
+                assert error_of(expected, _first(leader(**_inputs(0)))) <= 1e-5, "the next call fails"
         leader.method("set_progress_bar_config", disable=True)
         with pytest.raises(RuntimeError, match=r"inside follow, call leader"):
-            pipe(**_inputs(*FLUX, 0))
+            pipe(**_inputs(0))
         with pytest.raises(ValueError, match="must be the name of a public method"):
             leader.method("_execution_device")
         return said
@@ -163,12 +152,12 @@ def _failing(rank: int, world: int) -> list[str]:
         said = follow(pipe, loop) or []
     for leader in leaders:  # rank 0's
         with pytest.raises(RuntimeError, match="the loop of follow has ended"):
-            leader(**_inputs(*FLUX, 0))
+            leader(**_inputs(0))
     pipe.scheduler.step = failing_step
     with pytest.raises(OSError if rank == 1 else CallFailedError, match="disk of rank 1"):
-        pipe(**_inputs(*FLUX, 1))
+        pipe(**_inputs(1))
     del pipe.scheduler.step
-    assert _error(_first(pipe(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
+    assert error_of(expected, _first(pipe(**_inputs(0)))) <= 1e-5, "the next call fails"
     return said
 
 
@@ -189,7 +178,7 @@ def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPo
 
 
 def _loop_fails(rank: int, world: int) -> str:
-    pipe = _pipe(*FLUX)
+    pipe = _pipe()
     with pytest.raises(PlanError, match="is not parallel"):
         follow(pipe, lambda leader: None)
     parallelize_pipeline(pipe, ContextParallelConfig())
@@ -199,13 +188,13 @@ def _loop_fails(rank: int, world: int) -> str:
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
 
     def loop(leader: Leader) -> None:
-        leader(**_inputs(*FLUX, 0))
+        leader(**_inputs(0))
         raise ValueError("the queue is gone")
 
     with pytest.raises((ValueError, CallFailedError)) as caught:
         follow(pipe, loop)
     with pytest.raises((PeerMismatchError, CallFailedError)):
-        pipe(**_inputs(*FLUX, rank))  # the ranks are at one place again, and compare
+        pipe(**_inputs(rank))  # the ranks are at one place again, and compare
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -232,7 +221,7 @@ def _held(pipe: Any) -> dict[str, int]:
 
 
 def _leaks(rank: int, world: int, calls: int) -> list[dict[str, int]]:
-    pipe, found = _pipe(*FLUX), list[dict[str, int]]()
+    pipe, found = _pipe(), list[dict[str, int]]()
     parallelize_pipeline(pipe, MODES["ring"](world))
 
     def note(*_: Any) -> None:
@@ -246,7 +235,7 @@ def _leaks(rank: int, world: int, calls: int) -> list[dict[str, int]]:
                 leader.method("note")
             bad = {"callback_on_step_end": note_bad} if i % 5 == 4 else {}
             try:
-                leader(**_inputs(*FLUX, i), **bad)
+                leader(**_inputs(i), **bad)
             except ZeroDivisionError:
                 continue
 
@@ -269,7 +258,7 @@ def test_calls_leave_nothing_behind(run_ranks: RankPool) -> None:
 
 def _fails_inside(rank: int, world: int) -> None:
     error_votes._GRACE_S = 1.0  # this process makes no further call
-    pipe = _pipe(*FLUX)
+    pipe = _pipe()
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     if rank == 1:
 
@@ -281,7 +270,7 @@ def _fails_inside(rank: int, world: int) -> None:
     def loop(leader: Leader) -> None:
         while True:
             try:
-                leader(**_inputs(*FLUX, 0))
+                leader(**_inputs(0))
             except CallFailedError:  # a loop that goes on whatever happens
                 time.sleep(0.01)
 
@@ -296,7 +285,7 @@ def test_an_error_inside_an_exchange_ends_the_job_with_its_cause(run_ranks: Rank
 
 def _exits(rank: int, world: int) -> None:
     """Rank 1 exits in the second call."""
-    pipe = _pipe(*FLUX)
+    pipe = _pipe()
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     steps = list[int]()
 
@@ -308,11 +297,11 @@ def _exits(rank: int, world: int) -> None:
     pipe.transformer.transformer_blocks[0].ff.register_forward_hook(exit_in_second_call)
 
     def loop(leader: Leader) -> None:
-        leader(**_inputs(*FLUX, 0))
+        leader(**_inputs(0))
         with pytest.raises(CallFailedError) as lost:
-            leader(**_inputs(*FLUX, 0))
+            leader(**_inputs(0))
         with pytest.raises(RuntimeError) as unusable:
-            leader(**_inputs(*FLUX, 0))
+            leader(**_inputs(0))
         raise ValueError(f"LOST: {lost.value} UNUSABLE: {unusable.value}")
 
     follow(pipe, loop)
@@ -329,11 +318,11 @@ def test_a_rank_that_exits_ends_the_job_with_its_cause(run_ranks: RankPool) -> N
 
 def _conditions(rank: int, world: int) -> tuple[Any, str]:
     """The error of a call with conditions of their own class; what a call without `follow` raises if they differ."""
-    inputs = lambda: table("ltx")["ltx_condition"].inputs() | {"generator": torch.Generator().manual_seed(1)}  # noqa: E731
-    pipe = _pipe("ltx", "ltx_condition")
+    inputs = lambda: PIPES["ltx_condition"].inputs() | {"generator": torch.Generator().manual_seed(1)}  # noqa: E731
+    pipe = _pipe("ltx_condition")
     alone = _first(pipe(**inputs()))
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
-    error = follow(pipe, lambda leader: _error(_first(leader(**inputs())), alone))
+    error = follow(pipe, lambda leader: error_of(alone, _first(leader(**inputs()))))
     other = inputs()
     if rank == 1:
         other["conditions"][0].image.putpixel((0, 0), (1, 2, 3))
@@ -350,8 +339,8 @@ def test_conditions_are_sent_and_compared(run_ranks: RankPool) -> None:
 
 def _threads(rank: int, world: int) -> list[Any]:
     """Rank 0: the errors of calls of two threads. All: what a second thread raises without `follow`."""
-    pipe, other = _pipe(*FLUX), _pipe(*FLUX)
-    alone = _first(pipe(**_inputs(*FLUX, 0)))
+    pipe, other = _pipe(), _pipe()
+    alone = _first(pipe(**_inputs(0)))
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     parallelize_pipeline(other, ContextParallelConfig(ring_degree=world))
     barrier, found = threading.Barrier(2), list[Any]()
@@ -359,7 +348,7 @@ def _threads(rank: int, world: int) -> list[Any]:
     def loop(leader: Leader) -> None:
         def request() -> None:
             barrier.wait()
-            found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
+            found.append(error_of(alone, _first(leader(**_inputs(0)))))
 
         threads = [threading.Thread(target=request) for _ in range(2)]
         for one in threads:
@@ -376,7 +365,7 @@ def _threads(rank: int, world: int) -> list[Any]:
         def run(*_: Any) -> dict[str, Any]:
             def call() -> None:
                 try:
-                    called(**_inputs(*FLUX, 0))
+                    called(**_inputs(0))
                 except RuntimeError as error:
                     said.append(str(error))
 
@@ -385,10 +374,10 @@ def _threads(rank: int, world: int) -> list[Any]:
             thread.join()
             return {}
 
-        pipe(**_inputs(*FLUX, 0), callback_on_step_end=run)
+        pipe(**_inputs(0), callback_on_step_end=run)
         return said[0]
 
-    return [*found, second(pipe), second(other), _error(_first(other(**_inputs(*FLUX, 0))), alone)]
+    return [*found, second(pipe), second(other), error_of(alone, _first(other(**_inputs(0))))]
 
 
 @pytest.mark.full
@@ -403,9 +392,9 @@ def test_threads_share_the_leader_and_without_it_only_one_of_them_calls(run_rank
 
 def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
     """Rank 0: what cancelled calls and those over their limit raise; each is followed by one that works."""
-    pipe = _pipe(*FLUX)
-    inputs = _inputs(*FLUX, 0) | {"num_inference_steps": 20}
-    alone = _first(pipe(**_inputs(*FLUX, 1)))
+    pipe = _pipe()
+    inputs = _inputs(0) | {"num_inference_steps": 20}
+    alone = _first(pipe(**_inputs(1)))
     parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
 
     def loop(leader: Leader) -> list[str]:
@@ -417,22 +406,22 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
             said.append(str(caught.value))
 
         leader.cancel()  # no call is running
-        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        assert error_of(alone, _first(leader(**_inputs(1)))) <= 1e-5
         steps = list[int]()
         call(callback_on_step_end=lambda pipe, i, t, given: steps.append(i) or leader.cancel() or {})
         assert steps == [0], "it ends before the next forward"
-        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        assert error_of(alone, _first(leader(**_inputs(1)))) <= 1e-5
         with leader.time_limit(0.3):
             call(callback_on_step_end=lambda pipe, i, t, given: time.sleep(0.1) or {})
             inside, done = threading.Event(), threading.Event()
             wait = lambda pipe, i, t, given: inside.set() or (done.wait() and {})  # noqa: E731
-            other = threading.Thread(target=lambda: leader(**_inputs(*FLUX, 1), callback_on_step_end=wait))
+            other = threading.Thread(target=lambda: leader(**_inputs(1), callback_on_step_end=wait))
             other.start()
             inside.wait()
             call()
             done.set()
             other.join()
-        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        assert error_of(alone, _first(leader(**_inputs(1)))) <= 1e-5
         with pytest.raises(ValueError, match="must be a positive number of seconds"), leader.time_limit(0):
             pass
         return said
@@ -440,7 +429,8 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
     return follow(pipe, loop) or []
 
 
-@pytest.mark.parametrize(("world", "settings"), [(2, {"cfg": 2}), pytest.param(2, {"pipe": 2}, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("world", "settings"), [(2, {"cfg": 2}), (2, {"pipe": 2})])
+@pytest.mark.default(1)
 def test_calls_are_cancelled_and_have_a_time_limit(run_ranks: RankPool, world: int, settings: dict[str, int]) -> None:
     cancelled, too_long, waited = run_ranks(world, _cancelled, settings)[0]
     assert cancelled == "the call was cancelled"
@@ -450,7 +440,7 @@ def test_calls_are_cancelled_and_have_a_time_limit(run_ranks: RankPool, world: i
 
 def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | None:
     """Rank 0: what a call raises that is cancelled in its 9th forward, and the number of its forwards."""
-    pipe = _pipe(*FLUX)
+    pipe = _pipe()
     parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=2)
     forwards = list[int]()
 
@@ -461,13 +451,13 @@ def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | N
                 leader.cancel()
             return call(*args, **kwargs)
 
-        inputs = lambda: _inputs(*FLUX, 0) | {"num_inference_steps": 8}  # noqa: E731
+        inputs = lambda: _inputs(0) | {"num_inference_steps": 8}  # noqa: E731
         expected = [_first(leader(**inputs())) for _ in range(3)]  # they find out that steps can overlap
         undo = intercept_calls(pipe.transformer.transformer_blocks[0], count)
         with pytest.raises(CallCancelledError) as caught:
             leader(**inputs())
         undo()
-        assert _error(_first(leader(**inputs())), expected[0]) <= 1e-5
+        assert error_of(expected[0], _first(leader(**inputs()))) <= 1e-5
         return str(caught.value), len(forwards)
 
     return follow(pipe, loop)
@@ -481,8 +471,8 @@ def test_a_call_whose_steps_overlap_is_cancelled_before_its_next_forward(run_ran
 
 
 def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
-    pipe, said = _pipe(*FLUX), []
-    expected = _first(pipe(**_inputs(*FLUX, 0)))
+    pipe, said = _pipe(), []
+    expected = _first(pipe(**_inputs(0)))
     config = ContextParallelConfig(ring_degree=world)
     parallelize_pipeline(pipe, config)
     for refused in (copy.deepcopy, pickle.dumps):
@@ -496,14 +486,14 @@ def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipe(**_inputs(*FLUX, 0), callback_on_step_end=interrupt)
+        pipe(**_inputs(0), callback_on_step_end=interrupt)
     with pytest.raises(RuntimeError) as unusable:
-        pipe(**_inputs(*FLUX, 0))
+        pipe(**_inputs(0))
     said.append(str(unusable.value))
     unparallelize_pipeline(pipe)
     assert copy.deepcopy(pipe).transformer is not pipe.transformer
     parallelize_pipeline(pipe, config)
-    return said, _error(_first(pipe(**_inputs(*FLUX, 0))), expected)
+    return said, error_of(expected, _first(pipe(**_inputs(0))))
 
 
 @pytest.mark.full

@@ -18,21 +18,11 @@ from tests.dist.pipelines.test_pipeline_features import _lora
 from tests.harness import RankPool
 from tests.harness.recorder import StandIn
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 
-def _pipe(family: str, name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(family)[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _draw(pipe: Any, family: str, name: str, *, seed: int = 7, **changed: Any) -> Tensor:
-    tiny = table(family)[name]
-    inputs = {**tiny.inputs(), "num_inference_steps": 5, **changed}
-    torch.manual_seed(seed)
-    return getattr(pipe(**inputs, generator=torch.Generator().manual_seed(seed)), tiny.output)  # type: ignore[no-any-return]
+def _draw(pipe: Any, name: str = "flux", **changed: Any) -> Tensor:
+    return PIPES[name].draw(pipe, **{"num_inference_steps": 5, **changed})
 
 
 def _parallelize(pipe: Any, config: Any, stand_in: StandIn | None = None, **settings: Any) -> StandIn:
@@ -42,9 +32,9 @@ def _parallelize(pipe: Any, config: Any, stand_in: StandIn | None = None, **sett
     return stand_in
 
 
-def _results(rank: int, world: int, name: str, family: str, mode: str, cfg: int, change: str) -> tuple[int, int, int]:
+def _results(rank: int, world: int, name: str, mode: str, cfg: int, change: str) -> tuple[int, int, int]:
     """Compare two calls with graphs and without. Returns: number of captures, of replays, and of graphs."""
-    pipe, config = _pipe(family, name), MODES[mode](world // cfg)
+    pipe, config = PIPES[name].pipe(), MODES[mode](world // cfg)
     settings: dict[str, Any] = {"stages": "offload"} if change == "offload" else {}
     others: dict[str, Any] = {"joint_attention_kwargs": {"scale": 0.5}} if change == "lora" else {}
     if change == "lora":
@@ -65,7 +55,7 @@ def _results(rank: int, world: int, name: str, family: str, mode: str, cfg: int,
         assert state is not None
         for call in range(2):
             prompt = "another prompt" if state.ranks.data_rank else "a red cat"
-            drawn = _draw(pipe, family, name, seed=7 + call, prompt=prompt, **others)
+            drawn = _draw(pipe, name, seed=7 + call, prompt=prompt, **others)
             if graphs:
                 assert torch.equal(drawn, expected[call])
             expected.append(drawn)
@@ -75,36 +65,26 @@ def _results(rank: int, world: int, name: str, family: str, mode: str, cfg: int,
     return stand_in.captures, stand_in.replays, count
 
 
-CASES = [  # pipeline, family, ranks, mode, cfg, what is special
-    ("flux", "flux", 3, "ring", 1, ""),
-    ("flux", "flux", 2, "rotation", 1, "lora"),
-    ("wan", "wan", 2, "ring", 2, ""),
-    *(
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in [
-            ("flux", "flux", 3, "rotation", 1, ""),
-            ("flux", "flux", 2, "ulysses", 1, ""),
-            ("flux", "flux", 3, "ulysses", 1, "compiled blocks"),
-            ("flux", "flux", 3, "ulysses", 1, "whole, compiled"),
-            ("flux", "flux", 4, "unified", 1, ""),
-            ("flux", "flux", 4, "ring", 1, "data groups"),
-            ("flux", "flux", 2, "ring", 1, "offload"),
-            ("flux_controlnet", "flux", 2, "ring", 1, ""),
-            ("sd3", "sd3", 4, "ring", 2, ""),
-            ("wan", "wan", 4, "ring", 2, ""),
-            ("wan_two_experts", "wan", 2, "ulysses", 1, ""),
-            ("qwen_image", "qwen_image", 3, "ring", 1, ""),
-        ]
-    ),
+CASES = [  # pipeline, ranks, mode, cfg, what is special
+    ("flux", 3, "ring", 1, ""),
+    ("flux", 2, "rotation", 1, "lora"),
+    ("wan", 2, "ring", 2, ""),
+    ("flux", 3, "ulysses", 1, "compiled blocks"),
+    ("flux", 3, "ulysses", 1, "whole, compiled"),
+    ("flux", 4, "unified", 1, ""),
+    ("flux", 4, "ring", 1, "data groups"),
+    ("flux", 2, "ring", 1, "offload"),
+    ("sd3", 4, "ring", 2, ""),
+    ("wan_two_experts", 2, "ulysses", 1, ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "world", "mode", "cfg", "change"), CASES)
+@pytest.mark.parametrize(("name", "world", "mode", "cfg", "change"), CASES)
 @pytest.mark.default(1)
 def test_graphs_give_the_bits_of_eager_forwards(
-    run_ranks: RankPool, name: str, family: str, world: int, mode: str, cfg: int, change: str
+    run_ranks: RankPool, name: str, world: int, mode: str, cfg: int, change: str
 ) -> None:
-    counts = run_ranks(world, _results, name, family, mode, cfg, change)
+    counts = run_ranks(world, _results, name, mode, cfg, change)
     assert all(captures and replays > captures and count for captures, replays, count in counts)
 
 
@@ -114,47 +94,46 @@ def _journey(rank: int, world: int) -> list[Any]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_cp").addHandler(handler)
-    pipe, found = _pipe("flux", "flux"), list[Any]()
+    pipe, found = PIPES["flux"].pipe(), list[Any]()
     config = ContextParallelConfig(ring_degree=world)
     parallelize_pipeline(pipe, config)
-    expected = _draw(pipe, "flux", "flux")
+    expected = _draw(pipe)
     unparallelize_pipeline(pipe)
 
     stand_in = StandIn()
     if rank == 1:
         stand_in.fails = RuntimeError("out of memory")
     _parallelize(pipe, config, stand_in)
-    assert torch.equal(_draw(pipe, "flux", "flux"), expected)
+    assert torch.equal(_draw(pipe), expected)
     assert stand_in.captures == stand_in.freed == (rank != 1), "all go on in eager, logged"
     assert any("out of memory" in text or "on rank 1" in text for text in messages) == (rank == 0)
     unparallelize_pipeline(pipe)
 
     stand_in = _parallelize(pipe, config)
-    assert torch.equal(_draw(pipe, "flux", "flux"), expected)
+    assert torch.equal(_draw(pipe), expected)
     assert stand_in.captures == 1
     if rank == 1:  # the values are the same
         weight = pipe.transformer.proj_out.weight
         weight.data = weight.data.clone()
-    assert torch.equal(_draw(pipe, "flux", "flux"), expected)
+    assert torch.equal(_draw(pipe), expected)
     assert (stand_in.captures, stand_in.freed) == (2, 1), "all ranks drop the graph, and capture it again"
 
     def other_latents(_: Any, step: int, time: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {"latents": kwargs["latents"] + (rank == 1 and step == 2)}
 
     with pytest.raises((PeerMismatchError, CallFailedError)) as error:
-        _draw(pipe, "flux", "flux", callback_on_step_end=other_latents)
+        _draw(pipe, callback_on_step_end=other_latents)
     found.append(str(error.value))
     replays = stand_in.replays
-    assert torch.equal(_draw(pipe, "flux", "flux"), expected)
+    assert torch.equal(_draw(pipe), expected)
     assert stand_in.replays == replays + 5, "the graph is still valid"
     unparallelize_pipeline(pipe)
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.full
-def test_what_one_rank_does_differently_is_noticed_by_all(run_ranks: RankPool, world: int) -> None:
-    for found in run_ranks(world, _journey):
+def test_what_one_rank_does_differently_is_noticed_by_all(run_ranks: RankPool) -> None:
+    for found in run_ranks(3, _journey):
         assert "hidden_states differ" in found[0] or "latents" in found[0]
 
 
@@ -168,7 +147,7 @@ def test_what_one_rank_does_differently_is_noticed_by_all(run_ranks: RankPool, w
     ],
 )
 def test_settings_that_cannot_be_combined(settings: dict[str, Any], message: str) -> None:
-    pipe = _pipe("flux", "flux")
+    pipe = PIPES["flux"].pipe()
     with pytest.raises(ValueError, match=message):
         parallelize_pipeline(pipe, ContextParallelConfig(), **{"graphs": True, **settings})
     parallelize_pipeline(pipe, ContextParallelConfig(), graphs="auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
 
 def _ranks(rank: int, cfg: int) -> SampleGroups:
@@ -206,15 +208,12 @@ def test_a_custom_loop_with_split_and_gather_is_exact(
     assert max(met) - min(met) <= 1
 
 
-def _pipe(name: str = "wan") -> Any:
-    torch.manual_seed(0)
-    pipe = table("wan")[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def _pipe() -> Any:
+    return PIPES["wan"].pipe()
 
 
 def _refused(rank: int, world: int, what: str) -> str:
-    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    pipe, inputs = _pipe(), PIPES["wan"].inputs()
     config, cfg = ContextParallelConfig(), 2
     if what == "no guidance":
         inputs["guidance_scale"] = 1.0
@@ -291,15 +290,13 @@ def _refused(rank: int, world: int, what: str) -> str:
 def test_pipeline_calls_that_cannot_be_distributed_are_refused_on_every_rank(
     run_ranks: RankPool, what: str, told: str
 ) -> None:
-    import re
-
     answers = run_ranks(2, _refused, what)
     for answer in answers:
         assert re.search(told, answer), answer
 
 
 def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder: str) -> list[float]:
-    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    pipe, inputs = _pipe(), PIPES["wan"].inputs()
     del inputs["prompt"]
     texts = ["a cat", "a very slow dog", "", "two birds", "rain", "a house, far away"][: count + 1]
 
@@ -325,7 +322,7 @@ def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder
 def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
     run_ranks: RankPool, world: int, ring: int, per_call: int
 ) -> None:
-    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    pipe, inputs = _pipe(), PIPES["wan"].inputs()
     texts = ["a cat", "a very slow dog", "two birds", "rain", "a house, far away"]
     expected = []
     for i, text in enumerate(texts):
@@ -341,13 +338,13 @@ def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
 
 def _shares_a_transformer(rank: int, world: int) -> float:
     """A pipeline made from a parallel one by diffusers' `from_pipe`, with branches of guidance."""
-    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    pipe, inputs = _pipe(), PIPES["wan"].inputs()
     alone = pipe(**inputs, generator=torch.Generator().manual_seed(7))[0]
     parallelize_pipeline(pipe, ContextParallelConfig(), cfg=2)
     other = WanPipeline.from_pipe(pipe)
     found = other(**inputs, generator=torch.Generator().manual_seed(7))[0]
     unparallelize_pipeline(pipe)
-    return float((found - alone).abs().max() / alone.abs().max())
+    return error_of(alone, found)
 
 
 def test_a_pipeline_made_from_a_parallel_one_is_exact(run_ranks: RankPool) -> None:
@@ -379,7 +376,7 @@ def test_guidance_may_begin_late_where_a_guider_or_an_argument_says_so(start: fl
 
 def _default_noise(rank: int, world: int) -> tuple[float, float]:
     """Without a generator, ranks draw what one process would with the first one's seed."""
-    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    pipe, inputs = _pipe(), PIPES["wan"].inputs()
     torch.manual_seed(5)
     alone = pipe(**inputs)[0]
     parallelize_pipeline(pipe, ContextParallelConfig(ulysses_degree=world))
@@ -387,7 +384,7 @@ def _default_noise(rank: int, world: int) -> tuple[float, float]:
     together = pipe(**inputs)[0]
     after = float(torch.rand(()))
     unparallelize_pipeline(pipe)
-    return float((together - alone).abs().max() / alone.abs().max()), after
+    return error_of(alone, together), after
 
 
 def test_without_a_generator_all_ranks_draw_the_noise_of_the_first(run_ranks: RankPool) -> None:

@@ -28,7 +28,8 @@ from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
 MODULAR = {"qwen_image": "QwenImageModularPipeline", "z_image": "ZImageModularPipeline"}
 SCORES = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
@@ -68,27 +69,19 @@ TRIED = {
 
 
 def _pipe(name: str, guider: Any) -> Any:
-    torch.manual_seed(0)
-    pipe = table(name)[name].make()
+    pipe = PIPES[name].pipe()
     if name in MODULAR:
         modular = getattr(diffusers, MODULAR[name])()
         names = set(modular.pretrained_component_names) & {key for key, x in pipe.components.items() if x is not None}
         modular.update_components(guider=guider, **{key: pipe.components[key] for key in names})
         return modular
     pipe.guider = guider
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def _output(pipe: Any, name: str) -> Tensor:
-    settings: dict[str, Any] = {
-        "prompt": "a cat",
-        "negative_prompt": "dark",
-        "height": 32,
-        "width": 48,
-        "num_inference_steps": 2,
-    }
-    settings |= {"output": "images"} if name in MODULAR else {}
+    settings: dict[str, Any] = {"prompt": "a cat", "negative_prompt": "dark", "height": 32, "width": 48}
+    settings |= {"num_inference_steps": 2} | ({"output": "images"} if name in MODULAR else {})
     result = pipe(**settings, output_type="pt", generator=torch.Generator().manual_seed(7))
     return torch.as_tensor(result if isinstance(result, Tensor) else result[0])
 
@@ -106,20 +99,15 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
         assert installed is not None
         unparallelize_pipeline(pipe)
         assert rank < world - 1 or torch.equal(_output(pipe, name), alone), "not as before"
-        errors = [float((alone - x).abs().max() / alone.abs().max()) for x in (together, plain)]
-        found[guider] = errors[0], errors[1], installed.branch_runner.shared
+        found[guider] = error_of(alone, together), error_of(alone, plain), installed.branch_runner.shared
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "world", "mode", "cfg"),
-    [
-        pytest.param("qwen_image", 3, "ulysses", 1, marks=pytest.mark.full),
-        pytest.param("hunyuan_image", 4, "ulysses", 2, marks=pytest.mark.full),
-        pytest.param("z_image", 3, "ring", 1, marks=pytest.mark.full),
-        ("z_image", 2, "ring", 2),
-    ],
+    [("z_image", 2, "ring", 2), ("qwen_image", 3, "ulysses", 1), ("hunyuan_image", 4, "ulysses", 2)],
 )
+@pytest.mark.default(1)
 def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: int, mode: str, cfg: int) -> None:
     for found in run_ranks(world, _tried, name, mode, cfg, timeout_s=120):
         for guider, (error, change, shared) in found.items():
@@ -137,16 +125,12 @@ def _with_shards(rank: int, world: int, name: str, guider: str) -> tuple[float, 
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=["transformer"], vae=False)
     found = [_output(pipe, name) for _ in range(2)]
     assert any(isinstance(x, DTensor) for x in pipe.transformer.parameters())
-    return max(float((x - alone).abs().max() / alone.abs().max()) for x in found), float((plain - alone).abs().max())
+    return max(error_of(alone, x) for x in found), error_of(alone, plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "guider"),
-    [
-        pytest.param("hunyuan_image", "block", marks=pytest.mark.full),
-        pytest.param("qwen_image", "attention scores", marks=pytest.mark.full),
-        pytest.param("z_image", "attention", marks=pytest.mark.full),
-    ],
+    ("name", "guider"), [("hunyuan_image", "block"), ("qwen_image", "attention scores"), ("z_image", "attention")]
 )
 def test_guiders_skip_layers_with_sharded_weights(run_ranks: RankPool, name: str, guider: str) -> None:
     for error, change in run_ranks(3, _with_shards, name, guider, timeout_s=240):
@@ -214,11 +198,8 @@ def test_a_guider_that_drops_at_random_is_refused(run_ranks: RankPool) -> None:
         assert told.startswith("HunyuanImagePipeline.guider: AutoGuidance has random dropout (dropout=0.25)")
 
 
-PAG = {"pixart_sigma": "pixart", "sana": "sana", "hunyuan_dit": "hunyuan_dit"}
-
-
 def _refused(rank: int, world: int, name: str, cfg: int) -> tuple[str, str]:
-    made = table(PAG[name])[name].make()
+    made = PIPES[name].make()
     kind = getattr(diffusers, type(made).__name__.replace("Pipeline", "PAGPipeline"))
     pipe = kind(**made.components, pag_applied_layers=["0"])
     with pytest.raises(PlanError) as refusal:
@@ -230,6 +211,7 @@ def _refused(rank: int, world: int, name: str, cfg: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("name", "cfg"), [("pixart_sigma", 1), ("sana", 3), ("hunyuan_dit", 1)])
+@pytest.mark.default(1)
 def test_pag_pipelines_are_refused_by_name(run_ranks: RankPool, name: str, cfg: int) -> None:
     features.refused("PAG pipelines")
     for plain, told in run_ranks(3, _refused, name, cfg):

@@ -17,8 +17,9 @@ from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.pipefusion.runner import PatchRunner
 from lightning_cp.undoable import Undo, intercept_calls, intercept_method, undo_all
-from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
+from tests.dist.pipefusion import STEPS, latents_of, make_pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of
 
 _PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
 
@@ -88,15 +89,11 @@ _CASES = {
     "branches_and_cfg": ("sd3", 4, {"pipe": 2, "cfg": 2}, {"prompt": _PROMPTS[:2]}, 2, 1),
     "wan_two_experts": ("wan_two_experts", 2, {"pipe": 2}, {}, 2, STEPS),
     "controlnet": ("flux_controlnet", 3, {"pipe": 3}, {"prompt": _PROMPTS[:2]}, 4, STEPS),
-    "z_image": ("z_image", 2, {"pipe": 2}, {}, 2, STEPS),
 }
 _VOTES = 4  # at the start and the end of a call, before its first step, and before its result is compared
-_DEFAULT = ("prompts", "branches")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
-)
+@pytest.mark.parametrize("case", _CASES)
 @pytest.mark.default(1)
 def test_micro_batches_are_exact_and_stages_wait_at_most_once_a_step(run_ranks: RankPool, case: str) -> None:
     name, world, settings, inputs, forwards, waits = _CASES[case]
@@ -145,9 +142,9 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
     ("world", "name", "settings", "inputs", "at"),
     [
         pytest.param(3, "flux", {"patches": 3}, {}, [0, 5], id="patches"),  # of 1 + 3 * 3
-        pytest.param(3, "flux", {}, {"prompt": _PROMPTS}, [0, 2, 4], marks=pytest.mark.full, id="samples"),
-        pytest.param(2, "wan_two_experts", {"patches": 2}, {}, [4, 7], marks=pytest.mark.full, id="experts"),
-        pytest.param(4, "sd3", {"patches": 3, "cfg": 2}, {}, [1, 7], marks=pytest.mark.full, id="cfg"),
+        pytest.param(3, "flux", {}, {"prompt": _PROMPTS}, [0, 2, 4], id="samples"),
+        pytest.param(2, "wan_two_experts", {"patches": 2}, {}, [4, 7], id="experts"),
+        pytest.param(4, "sd3", {"patches": 3, "cfg": 2}, {}, [1, 7], id="cfg"),
     ],
 )
 @pytest.mark.full
@@ -187,9 +184,10 @@ def _branches_with_keys(rank: int, world: int, name: str, settings: dict[str, An
     ("name", "settings", "branches"),
     [
         pytest.param("wan_two_experts", {"pipe": 2}, [0, 2], id="an expert frees the keys of the one before"),
-        pytest.param("wan", {"cfg": 2}, [1], marks=pytest.mark.full, id="a CFG rank keeps those of its branch"),
+        pytest.param("wan", {"cfg": 2}, [1], id="a CFG rank keeps those of its branch"),
     ],
 )
+@pytest.mark.default(1)
 def test_a_rank_keeps_no_more_keys_than_it_needs(
     run_ranks: RankPool, name: str, settings: dict[str, Any], branches: list[int]
 ) -> None:

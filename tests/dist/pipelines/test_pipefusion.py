@@ -15,10 +15,10 @@ from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.undoable import intercept_method
 from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import STEPS
-from tests.dist.pipefusion import error_of as _error
 from tests.dist.pipefusion import latents_of as _latents
 from tests.dist.pipefusion import make_pipe as _pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of as _error
 
 
 def _compare(rank: int, world: int, name: str, degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, float]:
@@ -49,26 +49,20 @@ _CASES = {
     "flux_exact": ("flux", 2, {}, {"pipe": [1, 3], "patches": 1}),
     "flux_cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "patches": 3, "cfg": 2}),
     "sd3_cfg_ring": ("sd3", 4, {"ring_degree": 2}, {"patches": 2, "cfg": 2}),
-    "flux_ring": ("flux", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
     "flux_grid": ("flux", 4, {"ring_degree": 4, "rotate_method": "grid"}, {"patches": 3}),
     "hunyuan_ulysses": ("hunyuan_video", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
-    "proportional_attention": ("lumina", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
     "outer_mask_ulysses": ("cogview4", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
-    "audio_ring": ("ltx2_audio", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
     "rows_ring": ("sana", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
-    "rows_controlnet": ("sana_controlnet", 2, {}, {"pipe": 2, "patches": 2}),
     "frames_ring": ("sana_video", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
     "pyramid_ring": ("helios_pyramid", 3, {"ring_degree": 3}, {"patches": 2}),
     "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
-_DEFAULT = ("flux_stages3",)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
-)
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.default("flux_stages3")
 def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case: str) -> None:
     name, world, degrees, settings = _CASES[case]
     for found in run_ranks(world, _compare, name, degrees, settings):
@@ -82,7 +76,7 @@ def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case
             assert found["weights"] < 1
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("helios_pyramid", marks=pytest.mark.full), "ltx_long"])
+@pytest.mark.parametrize("name", ["flux", "helios_pyramid", "ltx_long"])
 @pytest.mark.default(1)
 def test_whole_evaluations_only_are_exact(name: str) -> None:
     """Each window of a long video, and each resolution of a pyramid, has a denoising loop with other tokens."""
@@ -219,13 +213,7 @@ def _in_inference_mode(rank: int, world: int, name: str, settings: dict[str, Any
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        pytest.param("wan", {"pipe": 2, "patches": 2}, id="patches"),
-        pytest.param("sd3", {"pipe": 2, "patches": 2}, marks=pytest.mark.full, id="batch"),
-        pytest.param("ltx", {"pipe": 2}, marks=pytest.mark.full, id="stages"),
-        pytest.param("cogvideox", {"cfg": 2, "patches": 2}, marks=pytest.mark.full, id="cfg"),
-        pytest.param("cosmos2_text_to_image", {"cfg": 2}, marks=pytest.mark.full, id="cfg only"),
-    ],
+    [("wan", {"pipe": 2, "patches": 2}), ("ltx", {"pipe": 2}), ("cogvideox", {"cfg": 2, "patches": 2})],
 )
 @pytest.mark.full
 def test_inference_mode_changes_nothing(run_ranks: RankPool, name: str, settings: dict[str, Any]) -> None:
@@ -245,7 +233,8 @@ def _own_loop(rank: int, world: int, settings: dict[str, Any]) -> float:
     return max(_error(expected, found) for expected, found in pairs)
 
 
-@pytest.mark.parametrize("settings", [{"cfg": 2, "patches": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.full)])
+@pytest.mark.parametrize("settings", [{"cfg": 2, "patches": 2}, {"pipe": 2}])
+@pytest.mark.default(1)
 def test_calls_outside_of_the_pipeline_are_whole(run_ranks: RankPool, settings: dict[str, Any]) -> None:
     assert max(run_ranks(2, _own_loop, settings)) < 1e-12
 

@@ -25,9 +25,9 @@ from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
-FAMILIES = {"wan": "wan", "wan_two_experts": "wan", "flux": "flux", "flux_true_cfg": "flux", "cogvideox": "cogvideox"}
 WAYS = {
     "ring3": ("ring", 3, 1),
     "cfg2": ("ring", 1, 2),
@@ -58,23 +58,17 @@ def _config(cache: str, pipe: Any) -> Any:
 
 
 def _pipe(name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(FAMILIES[name])[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return PIPES[name].pipe()
 
 
 def _transformers(name: str, pipe: Any) -> list[Any]:
-    return [pipe.components[x] for x in table(FAMILIES[name])[name].transformers]
+    return [pipe.components[x] for x in PIPES[name].transformers]
 
 
 def _sample(pipe: Any, name: str, seed: int = 7, **others: Any) -> Tensor:
-    tiny = table(FAMILIES[name])[name]
-    given = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of FasterCache's torch.meshgrid
-        value = getattr(pipe(**given, generator=torch.Generator().manual_seed(seed)), tiny.output)
-    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+        return PIPES[name].draw(pipe, seed, **{"num_inference_steps": STEPS, **others})
 
 
 def _count(pipe: Any, name: str) -> list[int]:
@@ -96,7 +90,7 @@ def _tried(rank: int, world: int, name: str, cache: str, ways: list[str]) -> lis
     counts = _count(pipe, name)
     alone = _sample(pipe, name)
     expected = counts[0]
-    change = float((alone - exact).abs().max() / exact.abs().max())
+    change = error_of(exact, alone)
     found = []
     for i, way in enumerate(ways):
         mode, ranks, cfg = WAYS[way]
@@ -110,8 +104,7 @@ def _tried(rank: int, world: int, name: str, cache: str, ways: list[str]) -> lis
                 transformer.enable_cache(_config(cache, pipe))
         for _ in range(2):
             counts[0] = 0
-            together = _sample(pipe, name, seed=7 + rank)
-            error = float((together - alone).abs().max() / alone.abs().max())
+            error = error_of(alone, _sample(pipe, name, seed=7 + rank))
             found.append((error, change, counts[0], expected))
         unparallelize_pipeline(pipe)
     return found
@@ -128,17 +121,10 @@ _TRIALS = [
     ("wan_two_experts", "first_block", 2, ["cfg2"]),
     ("cogvideox", "faster", 3, ["ring3"]),
 ]
-_QUICK = ("wan", "first_block"), ("flux_true_cfg", "mag")
 
 
-@pytest.mark.parametrize(
-    ("name", "cache", "world", "ways"),
-    [
-        pytest.param(*trial, id=f"{trial[0]}-{trial[1]}", marks=() if trial[:2] in _QUICK else (pytest.mark.full,))
-        for trial in _TRIALS
-    ],
-)
-@pytest.mark.default(1)
+@pytest.mark.parametrize(("name", "cache", "world", "ways"), _TRIALS)
+@pytest.mark.default("wan-first_block")
 def test_latents_are_those_of_one_process_with_the_cache(
     run_ranks: RankPool, name: str, cache: str, world: int, ways: list[str]
 ) -> None:
@@ -172,8 +158,7 @@ def _failed(rank: int, world: int) -> float:
 
     with pytest.raises(RuntimeError, match="step 2"):
         _sample(pipe, "flux", callback_on_step_end=stop)
-    together = _sample(pipe, "flux")
-    return float((together - alone).abs().max() / alone.abs().max())
+    return error_of(alone, _sample(pipe, "flux"))
 
 
 @pytest.mark.full
@@ -184,7 +169,7 @@ def test_a_call_after_a_failed_one_starts_with_an_empty_cache(run_ranks: RankPoo
 def _prompts(rank: int, world: int) -> list[float]:
     """Errors of three prompts over two data groups, by sample."""
     prompts, others = ["a cat", "two dogs run", "a red car"], {"num_inference_steps": STEPS}
-    tiny = table("flux")["flux"]
+    tiny = PIPES["flux"]
     others |= {name: value for name, value in tiny.inputs().items() if name in ("height", "width", "output_type")}
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
@@ -195,9 +180,7 @@ def _prompts(rank: int, world: int) -> list[float]:
     parallelize_pipeline(pipe, MODES["ring"](2))
     pipe.transformer.enable_cache(_config("first_block", pipe))
     together = sample_prompts(pipe, prompts, seed=0, **others)
-    return [
-        float((torch.as_tensor(x) - y[0]).abs().max() / y.abs().max()) for x, y in zip(together, alone, strict=True)
-    ]
+    return [error_of(y[0], torch.as_tensor(x)) for x, y in zip(together, alone, strict=True)]
 
 
 @pytest.mark.full
@@ -255,8 +238,7 @@ def _unlike(rank: int, world: int) -> tuple[list[str], float]:
         if config is not None:
             pipe.transformer.disable_cache()
     pipe.transformer.enable_cache(_config("first_block", pipe))
-    together = _sample(pipe, "flux")
-    return said, float((together - alone).abs().max() / alone.abs().max())
+    return said, error_of(alone, _sample(pipe, "flux"))
 
 
 def test_ranks_with_other_settings_of_a_cache_are_refused_on_all_ranks(run_ranks: RankPool) -> None:
@@ -277,8 +259,7 @@ def _sharded(rank: int, world: int) -> float:
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
     parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
-    together = _sample(pipe, "flux")
-    return float((together - alone).abs().max() / alone.abs().max())
+    return error_of(alone, _sample(pipe, "flux"))
 
 
 @pytest.mark.full

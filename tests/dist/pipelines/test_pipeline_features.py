@@ -21,12 +21,13 @@ from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
 CPU = torch.device("cpu")
 BEFORE, AFTER = "before", "after"  # parallelize_pipeline
 WAYS = {"ring2": ("ring", 2, 1), "cfg2": ("ring", 1, 2)}
-PIPES = {"flux_true_cfg": "flux", "sd3": "sd3", "wan_two_experts": "wan"}
+NAME = "flux_true_cfg"
 
 
 def _groups(pipe: Any, kind: str) -> None:
@@ -115,140 +116,115 @@ WORKS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _pipe(name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(PIPES[name])[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def _pipe() -> Any:
+    return PIPES[NAME].pipe()
 
 
-def _output(pipe: Any, name: str, **others: Any) -> Tensor:
-    tiny = table(PIPES[name])[name]
-    result = pipe(**{**tiny.inputs(), **others}, generator=torch.Generator().manual_seed(7))
-    value = getattr(result, tiny.output)
-    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+def _output(pipe: Any, **others: Any) -> Tensor:
+    return PIPES[NAME].draw(pipe, **others)
 
 
 def _tried(
-    rank: int, world: int, name: str, feature: str, when: str, ways: list[str], others: dict[str, Any]
+    rank: int, world: int, feature: str, when: str, ways: list[str], others: dict[str, Any]
 ) -> list[tuple[float, float]]:
     """In each way: the error, and how much the feature changes."""
-    plain = of_first_rank(lambda: _output(_pipe(name), name))
-    pipe = _pipe(name)
+    plain = of_first_rank(lambda: _output(_pipe()))
+    pipe = _pipe()
     WORKS[feature](pipe)
-    alone = of_first_rank(partial(_output, pipe, name, **others))
+    alone = of_first_rank(partial(_output, pipe, **others))
     found = []
     for way in ways:
         mode, ranks, cfg = WAYS[way]
-        pipe = _pipe(name)
+        pipe = _pipe()
         if when == BEFORE:
             WORKS[feature](pipe)
         parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg)
         if when == AFTER:
             WORKS[feature](pipe)
-        together = [_output(pipe, name, **others) for _ in range(2)][-1]
-        change = float((alone - plain).abs().max() / plain.abs().max())
-        found.append((float((together - alone).abs().max() / alone.abs().max()), change))
+        together = [_output(pipe, **others) for _ in range(2)][-1]
+        found.append((error_of(alone, together), error_of(plain, alone)))
         unparallelize_pipeline(pipe)
-        again = _output(pipe, name, **others)
-        assert float((again - alone).abs().max() / alone.abs().max()) <= 1e-5, "not as before"
+        assert error_of(alone, _output(pipe, **others)) <= 1e-5, "not as before"
     return found
 
 
-QUICK = (("model offload", AFTER), ("int8 by quanto", BEFORE))
-LOADED = (
-    "int8 by diffusers",
-    "device_map of one",
-    "torch.compile",
-)  # another transformer, which a parallel pipeline refuses
-TRIED = [
-    pytest.param(feature, when, marks=() if (feature, when) in QUICK else pytest.mark.full)
-    for feature in WORKS
-    for when in (BEFORE, AFTER)
-    if not (when == AFTER and feature in LOADED)
-]
+LOADED = ("int8 by diffusers", "device_map of one", "torch.compile")  # another transformer: refused afterwards
+TRIED = [(feature, AFTER if i % 2 == 0 and feature not in LOADED else BEFORE) for i, feature in enumerate(WORKS)]
+TRIED += [("lora", BEFORE), ("two loras", AFTER), ("compiled blocks", BEFORE)]
 
 
-@pytest.mark.parametrize(("feature", "when"), TRIED)
+@pytest.mark.parametrize(("feature", "when"), list(dict.fromkeys(TRIED)))
 @pytest.mark.default(1)
 def test_features_give_one_process_latents(run_ranks: RankPool, feature: str, when: str) -> None:
     others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
-    for found in run_ranks(2, _tried, "flux_true_cfg", feature, when, list(WAYS), others, timeout_s=240):
+    for found in run_ranks(2, _tried, feature, when, list(WAYS), others, timeout_s=240):
         for error, change in found:
             assert error <= 1e-4
             assert change > 1e-3 or "lora" not in feature, "the adapters do nothing"
 
 
-BESIDE_SHARDS = ("lora", "two loras", "attention backend", "compiled blocks")
-
-
-def _tried_with_shards(
-    rank: int, world: int, name: str, feature: str, when: str, others: dict[str, Any]
-) -> tuple[float, bool]:
+def _tried_with_shards(rank: int, world: int, feature: str, when: str, others: dict[str, Any]) -> tuple[float, bool]:
     """The error, and whether the weights of blocks are still spread after the call."""
-    pipe = _pipe(name)
+    pipe = _pipe()
     WORKS[feature](pipe)
-    alone = of_first_rank(partial(_output, pipe, name, **others))
-    pipe = _pipe(name)
+    alone = of_first_rank(partial(_output, pipe, **others))
+    pipe = _pipe()
     if when == BEFORE:
         WORKS[feature](pipe)
     parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
     if when == AFTER:
         WORKS[feature](pipe)
-    together = _output(pipe, name, **others)
+    together = _output(pipe, **others)
     weights = [x for key, x in pipe.transformer.transformer_blocks.named_parameters() if "lora_" not in key]
-    return float((together - alone).abs().max() / alone.abs().max()), all(isinstance(x, DTensor) for x in weights)
+    return error_of(alone, together), all(isinstance(x, DTensor) for x in weights)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("when", [BEFORE, AFTER])
-@pytest.mark.parametrize("feature", BESIDE_SHARDS)
+@pytest.mark.parametrize(
+    ("feature", "when"),
+    [("lora", BEFORE), ("two loras", AFTER), ("attention backend", AFTER), ("compiled blocks", BEFORE)],
+)
 def test_features_with_sharded_weights(run_ranks: RankPool, feature: str, when: str) -> None:
     others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
-    if when == AFTER and feature == "compiled blocks":
-        features.refused("compiling blocks of a transformer with sharded weights")
-        assert (
-            run_ranks(2, _changes_shards, feature, timeout_s=240)
-            == [
-                "transformer.compile_repeated_blocks: the weights of transformer are sharded (shard='transformer'): "
-                "call it before parallelize_pipeline"
-            ]
-            * 2
-        )
-        return
-    for error, spread in run_ranks(2, _tried_with_shards, "flux_true_cfg", feature, when, others, timeout_s=240):
+    for error, spread in run_ranks(2, _tried_with_shards, feature, when, others, timeout_s=240):
         assert error <= 1e-4
         assert spread
 
 
+def _changes_shards(rank: int, world: int) -> str:
+    pipe = _pipe()
+    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    with pytest.raises(PlanError) as refusal:
+        _compiled(pipe)
+    return str(refusal.value)
+
+
+@pytest.mark.full
+def test_sharded_weights_are_compiled_before_only(run_ranks: RankPool) -> None:
+    features.refused("compiling blocks of a transformer with sharded weights")
+    for said in run_ranks(2, _changes_shards, timeout_s=240):
+        assert "are sharded (shard='transformer'): call it before parallelize_pipeline" in said
+
+
 def _gathers(rank: int, world: int) -> tuple[int, int, int]:
     """Return the number of forwards, of waits of all later gathers for what was computed before, and of gathers."""
-    pipe = _pipe("flux_true_cfg")
+    pipe = _pipe()
     parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
-    _output(pipe, "flux_true_cfg")
+    _output(pipe)
     forwards: list[int] = []
     pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _output(pipe, "flux_true_cfg")
+        _output(pipe)
     names = [event.name for event in profile.events()]
     gathers = sum(name.startswith("FSDP::all_gather (") or name == "FSDP::all_gather" for name in names)
     return len(forwards), names.count("FSDP::root_pre_forward"), gathers
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.full
-def test_only_the_first_layer_is_gathered_after_what_was_computed_before(run_ranks: RankPool, world: int) -> None:
-    for forwards, waits, gathers in run_ranks(world, _gathers):
+def test_only_the_first_layer_is_gathered_after_what_was_computed_before(run_ranks: RankPool) -> None:
+    for forwards, waits, gathers in run_ranks(3, _gathers):
         assert waits == forwards == 4
         assert gathers == 4 * forwards, "of 2 + 2 layers"
-
-
-def _changes_shards(rank: int, world: int, feature: str) -> str:
-    pipe = _pipe("flux_true_cfg")
-    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
-    with pytest.raises(PlanError) as refusal:
-        WORKS[feature](pipe)
-    return str(refusal.value)
 
 
 def _map(thing: Any) -> None:
@@ -286,27 +262,23 @@ ONLY_BEFORE = ("device_map", "int8 and shards", "block offload and shards", "mod
 def _refusals(rank: int, world: int, name: str) -> tuple[str, str]:
     """The messages if the feature was there before, and if it is enabled afterwards."""
     enable, settings, _ = REFUSED[name]
-    pipe = _pipe("flux_true_cfg")
+    pipe = _pipe()
     enable(pipe)
     with pytest.raises(PlanError) as before:
         parallelize_pipeline(pipe, MODES["ring"](world), **settings)
     assert "__call__" not in vars(type(pipe.transformer)), "the pipeline is not as it was"
     if name.startswith(ONLY_BEFORE):
         return str(before.value), ""
-    pipe = _pipe("flux_true_cfg")
+    pipe = _pipe()
     parallelize_pipeline(pipe, MODES["ring"](world), **settings)
     enable(pipe)
     with pytest.raises(PlanError) as after:
-        _output(pipe, "flux_true_cfg")
+        _output(pipe)
     return str(before.value), str(after.value)
 
 
-QUICKLY_REFUSED = ("device_map of two for the pipeline", "leaf offload and stages")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICKLY_REFUSED else pytest.param(name, marks=pytest.mark.full) for name in REFUSED]
-)
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.default("device_map of two for the pipeline", "leaf offload and stages")
 def test_what_cannot_be_used_is_refused_by_name(run_ranks: RankPool, name: str) -> None:
     _, _, parts = REFUSED[name]
     for before, after in run_ranks(2, _refusals, name, timeout_s=240):

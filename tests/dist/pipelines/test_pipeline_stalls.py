@@ -14,14 +14,14 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallel
 from lightning_cp.launch.stall import current_watch
 from lightning_cp.pipelines import Leader, follow
 from tests.harness import RankPool
-from tests.pipelines import sd3
+from tests.pipelines import PIPES
 
 AFTER_S = 1.0
-SMALL = {**sd3.TINY["sd3"].inputs(), "num_inference_steps": 1}
+SMALL = {**PIPES["sd3"].inputs(), "num_inference_steps": 1}
 
 
 def _parallel(ring: int, **settings: Any) -> Any:
-    pipe = sd3.TINY["sd3"].make()
+    pipe = PIPES["sd3"].make()
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=ring), **settings)
     return pipe
 

@@ -16,24 +16,20 @@ from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines import read_prompts, sample_prompts, sampling_ranks
 from lightning_cp.pipelines.error_votes import Votes
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
+from tests.pipelines.tiny import error_of
 
 TEXTS = ["a cat", "a very slow dog", "two birds", "rain"]
 
 
-def _pipe(family: str, name: str) -> tuple[Any, dict[str, Any]]:
-    """One of the tiny pipelines, and the inputs of its call without the prompt."""
-    tiny = table(family)[name]
-    torch.manual_seed(0)
-    pipe, inputs = tiny.make(), tiny.inputs()
-    pipe.set_progress_bar_config(disable=True)
-    del inputs["prompt"]
-    return pipe, inputs
+def _pipe(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pipeline, and the inputs of its call without the prompt."""
+    return PIPES[name].pipe(), {key: x for key, x in PIPES[name].inputs().items() if key != "prompt"}
 
 
-def _with_a_negative(rank: int, world: int, family: str, name: str, per_call: int) -> list[float]:
+def _with_a_negative(rank: int, world: int, name: str, per_call: int) -> list[float]:
     """The relative error of each sample, against one process with a list."""
-    pipe, inputs = _pipe(family, name)
+    pipe, inputs = _pipe(name)
     del inputs["negative_prompt"]
     alone = []
     for i, text in enumerate(TEXTS):
@@ -41,19 +37,17 @@ def _with_a_negative(rank: int, world: int, family: str, name: str, per_call: in
         alone.append(pipe([text], negative_prompt=["blurry"], generator=seeded, **inputs)[0][0])
     parallelize_pipeline(pipe, ContextParallelConfig())
     found = sample_prompts(pipe, TEXTS, seed=3, per_call=per_call, negative_prompt="blurry", **inputs)
-    return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, alone, strict=True)]
+    return [error_of(y, x) for x, y in zip(found, alone, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "per_call"), [("hunyuan_dit", "hunyuan_dit", 2), ("stable_audio", "stable_audio", 1)]
-)
-def test_one_negative_prompt_is_for_all_prompts(run_ranks: RankPool, family: str, name: str, per_call: int) -> None:
-    for errors in run_ranks(3, _with_a_negative, family, name, per_call):
+@pytest.mark.parametrize(("name", "per_call"), [("hunyuan_dit", 2), ("stable_audio", 1)])
+def test_one_negative_prompt_is_for_all_prompts(run_ranks: RankPool, name: str, per_call: int) -> None:
+    for errors in run_ranks(3, _with_a_negative, name, per_call):
         assert max(errors) < 1e-4
 
 
 def _not_one_a_prompt(rank: int, world: int) -> tuple[str, list[int]]:
-    pipe, inputs = _pipe("hunyuan_video", "framepack")
+    pipe, inputs = _pipe("framepack")
     parallelize_pipeline(pipe, ContextParallelConfig())
     written: list[int] = []
     with pytest.raises(ValueError, match="for 1 prompts") as told:
@@ -70,7 +64,7 @@ def test_a_result_that_is_not_one_a_prompt_is_refused_on_every_rank(run_ranks: R
 
 
 def _full_disk(rank: int, world: int, ring: int) -> tuple[str, list[int]]:
-    pipe, inputs = _pipe("flux", "flux")
+    pipe, inputs = _pipe("flux")
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=ring))
     written: list[int] = []
 
@@ -85,7 +79,8 @@ def _full_disk(rank: int, world: int, ring: int) -> tuple[str, list[int]]:
     return f"{type(told.value).__name__}: {told.value}", written
 
 
-@pytest.mark.parametrize(("world", "ring"), [(3, 3), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("world", "ring"), [(3, 3), (4, 2)])
+@pytest.mark.default(1)
 def test_a_rank_that_cannot_write_ends_all_ranks_with_its_error(run_ranks: RankPool, world: int, ring: int) -> None:
     found = run_ranks(world, _full_disk, ring, timeout_s=240)
     assert found[0] == ("OSError: no space left", [0])
@@ -95,7 +90,7 @@ def test_a_rank_that_cannot_write_ends_all_ranks_with_its_error(run_ranks: RankP
 
 
 def _sung(rank: int, world: int, per_call: int) -> list[float]:
-    pipe, inputs = _pipe("ace_step", "ace_step")
+    pipe, inputs = _pipe("ace_step")
     del inputs["lyrics"]
     prompts, lyrics = ["A cat sings.", "A dog sings."], ["Soft notes", "Loud notes"]
 
@@ -111,11 +106,12 @@ def _sung(rank: int, world: int, per_call: int) -> list[float]:
         sample_prompts(pipe, prompts, lyrics=lyrics[:1], **inputs)
     found = [sample_prompts(pipe, prompts, per_call=per_call, lyrics=lyrics, **inputs)]
     found += [sample_prompts(pipe, prompts, per_call=per_call, **inputs)]
-    assert float((alone - silent).abs().max() / alone.abs().max()) > 1e-3, "the lyrics change nothing"
-    return [float((torch.stack(x) - y).abs().max() / y.abs().max()) for x, y in zip(found, (alone, silent))]
+    assert error_of(alone, silent) > 1e-3, "the lyrics change nothing"
+    return [error_of(y, torch.stack(x)) for x, y in zip(found, (alone, silent))]
 
 
-@pytest.mark.parametrize("per_call", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("per_call", [2, 1])
+@pytest.mark.default(1)
 def test_lyrics_are_given_to_each_prompt(run_ranks: RankPool, per_call: int) -> None:
     for errors in run_ranks(3, _sung, per_call, timeout_s=240):
         assert max(errors) < 1e-4
@@ -127,13 +123,12 @@ class Halves:
     def __call__(
         self,
         prompt: list[str],
-        generator: list[torch.Generator],
+        generator: Any,
         image: Any = None,
         last_image: Any = None,
         mask_image: Any = None,
         control_video: Any = None,
         conditions: Any = None,
-        initial_audio_waveforms: Any = None,
         hint: Any = None,
         prompt_attention_mask: Any = None,
         video_length: int = 1,
@@ -141,16 +136,6 @@ class Halves:
     ) -> Any:
         samples = prompt[: len(prompt) // 2]
         return {"images": samples} if return_dict else (samples,)
-
-
-@pytest.fixture
-def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
-    settings = SimpleNamespace(stages="together")
-    installed = SimpleNamespace(
-        ranks=sampling_ranks(ContextParallelConfig()), settings=settings, votes=Votes("Halves", None)
-    )
-    monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_state", lambda pipe: installed)
-    return Halves()
 
 
 @pytest.mark.parametrize(
@@ -161,21 +146,20 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
         ({"mask_image": [Image.new("L", (2, 2))]}, "per_call=2 is not valid with mask_image"),
         ({"control_video": [torch.zeros(3, 2, 2)]}, "per_call=2 is not valid with control_video"),
         ({"conditions": object()}, "per_call=2 is not valid with conditions"),
-        ({"initial_audio_waveforms": torch.zeros(1, 9)}, "per_call=2 is not valid with initial_audio_waveforms"),
         ({"hint": Image.new("RGB", (2, 2))}, "per_call=2 is not valid with hint"),
-        (
-            {"prompt_attention_mask": torch.ones(2, 9)},
-            "Halves returned 1 images for 2 prompts, .*: use per_call=1, or call",
-        ),
+        ({"prompt_attention_mask": torch.ones(2, 9)}, "Halves returned 1 images for 2 prompts, .*: use per_call=1"),
         ({"video_length": 9, "image": None}, "Halves returned 1 images for 2 prompts"),
         ({"return_dict": False}, "Halves returned 1 entries for 2 prompts"),
     ],
 )
 def test_several_prompts_a_call_that_a_pipeline_does_not_keep_apart_are_refused(
-    halves: Halves, inputs: dict[str, Any], told: str
+    monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], told: str
 ) -> None:
+    ranks, votes = sampling_ranks(ContextParallelConfig()), Votes("Halves", None)
+    installed = SimpleNamespace(ranks=ranks, settings=SimpleNamespace(stages="together"), votes=votes)
+    monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_state", lambda pipe: installed)
     with pytest.raises(ValueError, match=told):
-        sample_prompts(halves, ["a", "b"], per_call=2, **inputs)
+        sample_prompts(Halves(), ["a", "b"], per_call=2, **inputs)
 
 
 def test_the_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:

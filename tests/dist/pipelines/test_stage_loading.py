@@ -13,8 +13,9 @@ from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.finetune import meta_transformer, weight_files
 from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.pipelines import parallel_pipeline
-from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipefusion import latents_of, make_pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of
 
 
 def _saved(folder: Path, name: str) -> Path:
@@ -64,11 +65,7 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
 
 @pytest.mark.parametrize(
     ("world", "name", "settings"),
-    [
-        (3, "flux", {"pipe": 3, "patches": 2}),
-        pytest.param(2, "wan", {"pipe": 2}, marks=pytest.mark.full),
-        pytest.param(2, "sd3", {"pipe": [1, 2], "patches": 3}, marks=pytest.mark.full),
-    ],
+    [(3, "flux", {"pipe": 3, "patches": 2}), (2, "wan", {"pipe": 2}), (2, "sd3", {"pipe": [1, 2], "patches": 3})],
 )
 @pytest.mark.full
 def test_a_rank_reads_the_weights_of_its_stage(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -12,23 +10,23 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.engine.peers.samples import reading_of
 from lightning_cp.pipelines import parallel_pipeline, result_layout
 from lightning_cp.pipelines.pipefusion import transfers as result_transfers
 from lightning_cp.pipelines.pipefusion.transfers import ResultPieces
 from tests.dist.compare import of_first_rank
-from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipefusion import latents_of, make_pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of
 
 _MOST = 5
 _SIZES = [(12, 20), (16, 20), (20, 12), (12, 20)]
 
 
-def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, list[int], list[int], int]:
+def _new_sizes(rank: int, world: int) -> tuple[float, list[int], list[int], int]:
     """Largest error, the entries of each table and the sizes with positions after each call, new fake results."""
     alone, pipe = make_pipe("flux"), make_pipe("flux")
-    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=settings["patches"])
-    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=world)
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=world)
     state = parallel_pipeline(pipe)
     assert state is not None
     (calls,) = state.patch_runners.values()
@@ -47,56 +45,13 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
     return max(errors), entries, positions, len(FakeTensorMode.cache) - before
 
 
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        (3, {"pipe": 3, "patches": 3}),
-    ],
-)
 @pytest.mark.full
-def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
-    for error, entries, positions, fake in run_ranks(world, _new_sizes, settings):
+def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool) -> None:
+    for error, entries, positions, fake in run_ranks(3, _new_sizes):
         assert error < 1e-12
         assert max(entries) == _MOST
         assert positions == [1] * len(_SIZES)
         assert fake == 0
-
-
-_ROUNDS = (  # other numbers of tokens in each size of the first three
-    [(12, 20), (16, 20), (20, 20)],
-    [(24, 20), (28, 20), (32, 20)],
-    [(36, 20), (40, 20), (44, 20)],
-    [(12, 20), (16, 20), (20, 20)],
-)
-
-
-def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, int]]:
-    """The number of tensors, lists and forms in the process, after each round of sizes."""
-    pipe = make_pipe("flux")
-    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
-    found = []
-    with mock.patch.object(result_layout, "_MOST_SHAPES", _MOST):
-        for sizes in _ROUNDS:
-            for height, width in sizes:
-                latents_of(pipe, "flux", height=height, width=width, num_inference_steps=3)
-            reading_of.cache_clear()  # it is bounded, but not by these sizes
-            gc.collect()
-            counts = Counter(type(x).__name__ for x in gc.get_objects())
-            found.append({name: counts[name] for name in ("Tensor", "Form", "Piece", "TreeSpec", "list", "dict")})
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [(2, {"pipe": 2, "patches": 3})],
-)
-def test_the_number_of_kept_objects_stops_growing(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
-    """The last round has sizes that were forgotten."""
-    for _, full, _, last in run_ranks(world, _kept_objects, settings):  # the second round fills all tables
-        assert full["Form"] >= _MOST
-        for name, count in last.items():  # one object of each size would be 6 after two rounds
-            assert count - full[name] <= 4, name
 
 
 def test_the_oldest_entries_are_forgotten() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipefusion import latents_of, make_pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of
 
 _NAMES = (
     *("ace_step", "allegro", "anyflow", "auraflow", "bria", "chronoedit", "cogvideox", "cogview3_plus", "cogview4"),
@@ -19,7 +20,6 @@ _NAMES = (
     *("ltx2_guided", "ovis_image", "pixart_alpha", "qwen_image", "qwen_image_edit", "sana", "sana_video", "sd3"),
     *("skyreels", "stable_audio", "wan", "wan_image_to_video", "wan_animate", "z_image"),
 )
-_DEFAULT = (("sana", 2, 1, 2),)
 _WITHOUT_GUIDANCE = ("flux", "flux2", "flux_fill", "helios_pyramid_distilled", "hunyuan_video")
 # In float64, diffusers' own forward gives NaN for tokens without any key, or multiplies by float32 weights (PRX).
 _FLOAT32 = ("lumina2", "omnigen", "prx")
@@ -43,10 +43,8 @@ _CASES = [(name, 2, 1 + (i % 2 and name in _GUIDED), 2) for i, name in enumerate
 _CASES += [("sana", 2, 1, 2), ("ltx2_audio", 1, 1, 2), ("wan", 2, 2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "patches", "cfg", "stages"),
-    [pytest.param(*x, marks=() if x in _DEFAULT else pytest.mark.full) for x in dict.fromkeys(_CASES)],
-)
+@pytest.mark.parametrize(("name", "patches", "cfg", "stages"), list(dict.fromkeys(_CASES)))
+@pytest.mark.default("sana-2-1-2")
 def test_stages_and_branches_change_nothing(
     run_ranks: RankPool, name: str, patches: int, cfg: int, stages: int
 ) -> None:

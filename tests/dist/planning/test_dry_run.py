@@ -23,7 +23,6 @@ from lightning_cp.planning.dry_run import dry_run
 from lightning_cp.planning.recording import StepSettings, record_step
 from lightning_cp.planning.step import Layout, Start, Step
 from tests.harness import RankPool
-from tests.harness.cases import full_unless
 from tests.models.flux import flux
 from tests.models.tiny import Tiny
 from tests.models.wan import wan
@@ -89,7 +88,7 @@ _CASES += [("flux" if i % 2 else "wan", name, "train", False) for i, name in enu
 _CASES += [("flux", name, "sample", False) for name in ("2 x 2", "sharded")]
 
 
-@pytest.mark.parametrize(("name", "layout_name", "task", "lora"), full_unless(lambda *case: case == _CASES[0], _CASES))
+@pytest.mark.parametrize(("name", "layout_name", "task", "lora"), _CASES)
 @pytest.mark.full
 def test_a_dry_run_equals_a_step(run_ranks: RankPool, name: str, layout_name: str, task: str, lora: bool) -> None:
     layout = _LAYOUTS[layout_name]

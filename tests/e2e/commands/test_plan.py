@@ -18,7 +18,7 @@ from lightning_cp.recipes.plan import run_calibration
 from lightning_cp.recipes.planning.settings import request_of
 from lightning_cp.recipes.runs.command import conf_dir
 from tests.harness import warm
-from tests.pipelines.wan import TINY
+from tests.pipelines import PIPES
 
 _ROOT = Path(__file__).parents[3]
 _SMALL = ("model=wan_tiny", "gpu=cpu", "memory_gb=4", "hydra.run.dir=run")
@@ -100,7 +100,7 @@ def test_folders_files_and_own_devices_are_planned_for(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_weights_of_a_pipelines_encoders_and_vae_are_counted(tmp_path: Path) -> None:
-    pipe = TINY["wan"].make()
+    pipe = PIPES["wan"].make()
     pipe.save_pretrained(tmp_path / "pipe")
     sizes = ("height=64", "width=64", "frames=5", "text=9", "ranks=2", "gpu=cpu", "task=sample", "hydra.run.dir=run")
     done = _plan(tmp_path, "model=pipe", *sizes)

@@ -15,7 +15,7 @@ from lightning_cp.families import collate, family_for
 from lightning_cp.finetune.families import registry
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES, made, media
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 _CODE = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -25,9 +25,7 @@ _CODE = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re
 def test_the_code_of_the_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module, batch, _, family, proofs = _CODE
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    torch.manual_seed(0)
-    pipe = table("auraflow")["auraflow"].make()
-    pipe.set_progress_bar_config(disable=True)
+    pipe = PIPES["auraflow"].pipe()
     pixels = torch.randint(256, (2, 3, 1, 16, 24)).float() / 255 * 2 - 1
     scope: dict[str, Any] = {"LightningModule": LightningModule, "pipe": pipe, "pixels": pixels}
     exec(family, scope)

@@ -89,7 +89,8 @@ def last_loss(script: str, folder: Path, *, ranks: int = 1) -> str:
     return re.findall(r"last loss (\S+)", result.stdout)[0]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.default(1)
 def test_the_trainer_script_runs_as_it_stands(ranks: int, tmp_path: Path) -> None:
     """One process starts the second rank itself; with two, it has the variables of torchrun."""
     assert 0 < float(last_loss(SCRIPT, tmp_path, ranks=ranks)) < 10
@@ -111,7 +112,8 @@ def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
     assert result.stdout.count("exact") == 1
 
 
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.default(1)
 def test_the_diffusers_snippet_runs_on_two_ranks(torchrun: bool, tmp_path: Path) -> None:
     snippet = snippet_of("sampling.md", "apply_context_parallel(pipe")
     script = DIFFUSERS.format(snippet=snippet)

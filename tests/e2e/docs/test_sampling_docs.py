@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.e2e.docs.test_readme import BLOCK, PIPELINE, snippet_of
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 PAGE = (ROOT / "docs" / "sampling.md").read_text()
-FIRST, MANY, _, _, LOOP_BLOCK, *_ = BLOCK.findall(PAGE)
+FIRST, MANY, PROMPTS, STAGES, LOOP_BLOCK, *_ = BLOCK.findall(PAGE.replace("tiny-flux", "my-pipeline"))
 PIPE = """
 import numpy as np, torch
 from diffusers import DiffusionPipeline
@@ -75,6 +74,33 @@ found = np.asarray(Image.open(f"fox_{{os.environ['RANK']}}.png")).astype(int)
 assert abs(found - expected).max() <= 1
 print("exact")
 """
+OURS = """
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+
+made = DiffusionPipeline.from_pretrained("my-pipeline")
+
+def alone(prompt, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return made(prompt, height=64, width=96, num_inference_steps=2, generator=generator).images[0]
+
+def check(image, expected):
+    difference = np.asarray(image).astype(int) - np.asarray(expected).astype(int)
+    assert abs(difference).max() <= 1
+"""
+OUR_PROMPTS = f"""{OURS}
+expected = [alone(prompt, seed) for seed, prompt in enumerate(["a dog", "a cat", "a bird"])]
+{PROMPTS}
+for image, other in zip(images, expected, strict=True):
+    check(image, other)
+print("exact")
+"""
+OUR_STAGES = f"""{OURS}
+expected = alone("a dog", 42)
+{STAGES}
+check(image, expected)
+print("exact")
+"""
 CLIP = "height=48, width=80, num_frames=5, num_inference_steps=2"
 START = f"""
 import numpy as np, torch
@@ -117,24 +143,26 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pipelines as diffusers writes them."""
     folder = tmp_path_factory.mktemp("pipelines")
     for name in ("wan", "flux"):
-        torch.manual_seed(0)
-        table(name)[name].make().save_pretrained(folder / name)
+        PIPES[name].pipe().save_pretrained(folder / name)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("script", "pipeline", "ranks"),
+    ("script", "pipeline", "ranks", "pictures"),
     [
-        pytest.param(CALLED, "wan", 4, marks=pytest.mark.full),
-        (IN_README, "flux", 2),
-        pytest.param(START, "wan", 4, marks=pytest.mark.full),
-        pytest.param(CALLED_OFTEN, "wan", 4, marks=pytest.mark.full),
-        pytest.param(LOOP, "wan", 4, marks=pytest.mark.full),
+        (IN_README, "flux", 2, {"fox_0.png", "fox_1.png"}),
+        (CALLED, "wan", 4, set()),
+        (START, "wan", 4, set()),
+        (CALLED_OFTEN, "wan", 4, set()),
+        (LOOP, "wan", 4, set()),
+        (OUR_PROMPTS, "flux", 2, {"ours_0.png", "ours_1.png", "ours_2.png"}),
+        (OUR_STAGES, "flux", 2, {"our_stages.png"}),
     ],
-    ids=["sampling.md", "README", "start", "many calls", "own loop"],
+    ids=["README", "sampling.md", "start", "many calls", "own loop", "our prompts", "our stages"],
 )
+@pytest.mark.default(1)
 def test_code_of_the_docs_gives_one_processs_samples(
-    script: str, pipeline: str, ranks: int, pipelines: Path, tmp_path: Path
+    script: str, pipeline: str, ranks: int, pictures: set[str], pipelines: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "my-pipeline").symlink_to(pipelines / pipeline)
@@ -142,3 +170,4 @@ def test_code_of_the_docs_gives_one_processs_samples(
     done = warm.run_ranks(ranks, [sys.executable, "script.py"], env=environment, cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exact") == ranks
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures

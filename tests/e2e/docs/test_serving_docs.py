@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from tests.e2e.recipe import ROOT
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 PROGRAM = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)[0]
 
@@ -34,11 +34,6 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
-
-
-def _pipe() -> Any:
-    torch.manual_seed(0)
-    return table("flux")["flux"].make()
 
 
 def _post(port: int, **job: Any) -> np.ndarray[Any, Any]:
@@ -64,7 +59,7 @@ def _answers(port: int) -> bool:
 @pytest.fixture
 def services(tmp_path: Path) -> Iterator[list[tuple[int, subprocess.Popen[str]]]]:
     """Ports and processes of two services, with 2 ranks and 1 rank."""
-    _pipe().save_pretrained(tmp_path / "model")
+    PIPES["flux"].pipe().save_pretrained(tmp_path / "model")
     (tmp_path / "serve.py").write_text(PROGRAM)
     environ = {**os.environ, "MODEL": str(tmp_path / "model"), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -101,8 +96,7 @@ def test_clients_get_one_process_pictures_and_the_services_end(
     requests = [(port, job) for port, _ in services for job in jobs]
     with ThreadPoolExecutor(len(requests)) as pool:
         found = list(pool.map(lambda request: _post(request[0], **request[1]), requests))
-    pipe = _pipe()
-    pipe.set_progress_bar_config(disable=True)
+    pipe = PIPES["flux"].pipe()
     for (_, job), picture in zip(requests, found, strict=True):
         seeded = torch.Generator().manual_seed(job["seed"])
         alone = pipe(job["prompt"], height=48, width=job.get("width", 32), num_inference_steps=2, generator=seeded)

@@ -11,7 +11,7 @@ import torch
 
 from tests.families.cases import made
 from tests.harness import warm
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _RECIPE = Path(__file__).parents[3] / "recipes" / "check_family.py"
 
@@ -24,7 +24,7 @@ def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    table("wan")[name].make().save_pretrained(tmp_path / "pipeline")
+    PIPES[name].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "height=32", "width=48")
     assert completed.returncode == 0, completed.stderr
     assert "WanPipeline: family wan" in completed.stdout
@@ -36,20 +36,18 @@ def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("file", "name", "family", "size"),
+    ("name", "size"),
     [
-        ("flux", "flux_controlnet", "flux_controlnet", ("height=16", "width=24")),
-        ("wan", "wan_vace", "wan_vace", ("height=32", "width=48")),
+        ("flux_controlnet", ("height=16", "width=24")),
+        ("wan_vace", ("height=32", "width=48")),
     ],
 )
-def test_proofs_of_side_models_pass_on_three_ranks(
-    tmp_path: Path, file: str, name: str, family: str, size: tuple[str, ...]
-) -> None:
+def test_proofs_of_side_models_pass_on_three_ranks(tmp_path: Path, name: str, size: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    table(file)[name].make().save_pretrained(tmp_path / "pipeline")
+    PIPES[name].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", *size)
     assert completed.returncode == 0, completed.stderr
-    assert f": family {family}" in completed.stdout
+    assert f": family {name}" in completed.stdout
     assert completed.stdout.count("passed") == 4
 
 
@@ -73,7 +71,7 @@ def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
 )
 def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:
     torch.manual_seed(0)
-    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
+    PIPES["wan"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", setting)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[-1].startswith(message)

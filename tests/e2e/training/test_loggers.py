@@ -19,14 +19,7 @@ def train(folder: Path, *given: str) -> Finished:
     return finished
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(("trainer=lightning",), id="trainer"),
-        pytest.param((), id="fabric", marks=pytest.mark.full),
-        pytest.param(("trainer=lightning", "strategy=cp", "ring=3"), id="trainer ring=3", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("given", [(), ("trainer=lightning", "strategy=cp", "ring=3")], ids=" ".join)
 @pytest.mark.full
 def test_tensorboard_has_the_values_of_metrics_csv(given: tuple[str, ...], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -39,13 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3
 SETTINGS = (
     *("progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu", "batch_size=4", "lora.rank=2"),
-    *(
-        "checkpoint_every=2",
-        "data.validation=2",
-        f"validation.every={STEPS}",
-        "validation.quantiles=[0.3,0.7]",
-        "ema_decay=0.5",
-    ),
+    *("checkpoint_every=2", "data.validation=2", f"validation.every={STEPS}", "validation.quantiles=[0.3,0.7]"),
+    "ema_decay=0.5",
 )
 
 
@@ -139,13 +134,10 @@ def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[
 
 @pytest.mark.parametrize(
     "given",
-    [
-        pytest.param((), marks=pytest.mark.full),
-        ("trainer=lightning", "micro_batch_size=3"),
-        pytest.param(("trainer=lightning",), marks=pytest.mark.full),
-    ],
+    [("trainer=lightning", "micro_batch_size=3"), ()],
     ids=" ".join,
 )
+@pytest.mark.default(1)
 def test_the_recipe_trains_the_module(given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool) -> None:
     (increased,) = run_ranks(1, _recipe, flux, tmp_path / "recipe", *given, init=False)
     ((losses, metrics),) = run_ranks(1, _own_trainer, flux, tmp_path / "own", init=False)
@@ -196,13 +188,10 @@ def _weights(folder: Path) -> dict[tuple[str, str], bytes]:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        (),
-        pytest.param(("lora=null",), marks=pytest.mark.full),
-        pytest.param(("trainer=lightning",), marks=pytest.mark.full),
-    ],
+    [(), ("lora=null",), ("trainer=lightning",)],
     ids=" ".join,
 )
+@pytest.mark.default(1)
 def test_weights_are_saved_every_few_steps_and_at_a_stop(
     given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool
 ) -> None:

@@ -26,14 +26,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.full
 def test_jobs_of_a_sweep_become_jobs_of_slurm(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    ran = sweep(
-        "launcher=slurm",
-        "strategy=cp",
-        "accelerator=cpu",
-        "ring=1,3",
-        "hydra.launcher.partition=gpu",
-        folder=folder,
-    )
+    settings = ("launcher=slurm", "strategy=cp", "accelerator=cpu", "ring=1,3", "hydra.launcher.partition=gpu")
+    ran = sweep(*settings, folder=folder)
     assert ran.returncode == 0, ran.stdout + ran.stderr + (slurm / "array.log").read_text()
     (script,) = slurm.glob("script_*")
     asked = fake_slurm.options(script)

@@ -56,9 +56,8 @@ def test_a_run_writes_the_files_that_it_lists(one_process: Finished) -> None:
     "degrees",
     [
         "ring=3 rotate_method=alltoall trace_step=3",
-        pytest.param("trainer=lightning ulysses=2 data_parallel=2", marks=pytest.mark.full),
-        pytest.param("ring=2 data_parallel=2", marks=pytest.mark.full),
-        pytest.param("strategy=cp_fsdp ring=2 data_parallel=2", marks=pytest.mark.full),
+        "trainer=lightning ulysses=2 data_parallel=2",
+        "strategy=cp_fsdp ring=2 data_parallel=2",
     ],
 )
 @pytest.mark.full
@@ -97,7 +96,8 @@ def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp
         assert_same_training(run(*_cp(degrees), *settings, folder=folder), reference)
 
 
-@pytest.mark.parametrize("trainer", ["fabric", pytest.param("lightning", marks=pytest.mark.full)])
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+@pytest.mark.default(1)
 def test_a_resumed_run_goes_on_exactly(trainer: str, one_process: Finished, tmp_path: Path) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
     resumed = run(*HERE, f"trainer={trainer}", f"resume={half}", folder=tmp_path / "run")
@@ -112,17 +112,8 @@ def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
 ) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
     settings = ("checkpoint_async=true", "activation_checkpointing=selective")
-    sharded = run(
-        *SMALL,
-        "strategy=cp_fsdp",
-        "ring=2",
-        "trainer=lightning",
-        f"resume={half}",
-        "max_steps=6",
-        *settings,
-        "checkpoint_every=1",
-        folder=tmp_path / "sharded",
-    )
+    fsdp = ("strategy=cp_fsdp", "ring=2", "trainer=lightning", f"resume={half}", "max_steps=6", "checkpoint_every=1")
+    sharded = run(*SMALL, *fsdp, *settings, folder=tmp_path / "sharded")
     assert sharded.exit_code == 0, sharded.stderr
     assert len(list(sharded.folder.glob("checkpoints/step_00000006/shard-*.safetensors"))) == 2
     exported = WanTransformer3DModel.from_pretrained(sharded.folder / "transformer")

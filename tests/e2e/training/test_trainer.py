@@ -69,7 +69,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.default(1)
 def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], tmp_path: Path, ranks: int) -> None:
     """One process starts the second rank itself; with two, it has the variables of torchrun."""
     snippet = SCRIPT.splitlines()
@@ -88,7 +89,7 @@ def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("source", ["command line", pytest.param("YAML", marks=pytest.mark.full)])
+@pytest.mark.parametrize("source", ["command line", "YAML"])
 def test_lightning_cli_takes_the_strategy(alone: list[float], tmp_path: Path, source: str) -> None:
     script, config = tmp_path / "cli.py", tmp_path / "reader.yaml"
     script.write_text(CLI)

@@ -18,7 +18,7 @@ from lightning_cp.finetune.precompute.ranks import RankError
 from lightning_cp.pipelines.serving.messages import Messages
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 
 def _set_up(rank: int, world: int, how: str) -> str:
@@ -28,7 +28,7 @@ def _set_up(rank: int, world: int, how: str) -> str:
         if how == "strategy":
             fabric_of(rank, world, ContextParallelStrategy(ring=world))
         else:
-            parallelize_pipeline(table("flux")["flux"].make(), ContextParallelConfig(ring_degree=world))
+            parallelize_pipeline(PIPES["flux"].make(), ContextParallelConfig(ring_degree=world))
     except PeerMismatchError as error:
         return str(error)
     finally:

@@ -6,40 +6,32 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.compat.torch_names import set_timeout
 from tests.harness import RankPool
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _TIMEOUT_S = 5
 
 
-def _call(pipe: Any) -> None:
-    pipe(**table("flux")["flux"].inputs(), generator=torch.Generator().manual_seed(7))
-
-
 def _missing(rank: int, world: int, calls: int, folder: str) -> list[str]:
     """What the next two calls raise if rank 1 makes only `calls` calls. A rank that has ended makes a file."""
-    torch.manual_seed(0)
-    pipe = table("flux")["flux"].make()
-    pipe.set_progress_bar_config(disable=True)
+    pipe = PIPES["flux"].pipe()
     dist.barrier()
     _set_timeout(_TIMEOUT_S)  # as with init_process_group(timeout=…), but imports may take longer than that
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     for _ in range(calls):
-        _call(pipe)
+        PIPES["flux"].draw(pipe)
     said = list[str]()
     while rank == 1 and len(os.listdir(folder)) < world - 1:
         time.sleep(0.05)
     for _ in range(2 if rank != 1 else 0):
         with pytest.raises(RuntimeError) as error:
-            _call(pipe)
+            PIPES["flux"].draw(pipe)
         said.append(str(error.value))
     Path(folder, str(rank)).touch()
     return said
@@ -49,7 +41,7 @@ def _set_timeout(seconds: float) -> None:
     set_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
-@pytest.mark.parametrize("calls", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", [0, 1])
 @pytest.mark.full
 def test_a_rank_without_a_vote_ends_the_others_in_time(run_ranks: RankPool, tmp_path: Path, calls: int) -> None:
     first, _, last = run_ranks(3, _missing, calls, str(tmp_path))

@@ -9,8 +9,9 @@ from diffusers import FirstBlockCacheConfig
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallFailedError, PeerMismatchError
-from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.dist.pipefusion import latents_of, make_pipe
 from tests.harness import RankPool
+from tests.pipelines.tiny import error_of
 
 
 def _parallel(pipe: Any, settings: dict[str, Any]) -> None:
@@ -35,16 +36,9 @@ def _raised(rank: int, world: int, one: dict[str, Any], other: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("one", "other", "name", "values"),
     [
-        pytest.param({"ring_degree": 3}, {"ulysses_degree": 3}, "ring", ("1", "3"), marks=pytest.mark.full),
         ({"pipe": 3}, {"ring_degree": 3}, "ring", ("3", "1")),
         ({"pipe": 3, "patches": 2}, {"pipe": 3, "patches": 3}, "patches", ("3", "2")),
-        pytest.param(
-            {"ring_degree": 3, "shard": ["transformer"]},
-            {"ring_degree": 3},
-            "shard",
-            ("()", "['transformer']"),
-            marks=pytest.mark.full,
-        ),
+        ({"ring_degree": 3, "shard": ["transformer"]}, {"ring_degree": 3}, "shard", ("()", "['transformer']")),
         ({"ring_degree": 3, "vae": False}, {"ring_degree": 3}, "vae", ("'auto'", "False")),
         ({"ring_degree": 3, "rotate_method": "grid"}, {"ring_degree": 3}, "rotate_method", ("'allgather'", "'grid'")),
     ],
@@ -90,9 +84,9 @@ def _refused_later(rank: int, world: int, what: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
-    [("kernel", "nonsense"), ("cache", "FirstBlockCache"), pytest.param("blocks", "compiled", marks=pytest.mark.full)],
+    ("what", "text"), [("cache", "FirstBlockCache"), ("kernel", "nonsense"), ("blocks", "compiled")]
 )
+@pytest.mark.default(1)
 def test_what_one_rank_refuses_later_is_an_error_on_all(run_ranks: RankPool, what: str, text: str) -> None:
     for rank, (kind, said, error) in enumerate(run_ranks(3, _refused_later, what)):
         assert (kind == "CallFailedError") == (rank != 1)

@@ -53,8 +53,8 @@ def losses_of(runs: list[Path]) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.full)])
-def test_runs_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_path: Path) -> None:
+def test_runs_that_start_at_the_same_moment_have_a_folder_each(tmp_path: Path) -> None:
+    count = 4
     with ExitStack() as stack:
         rates = [f"optim.lr={1 + i}" for i in range(count)]
         runs = [start(stack, f"hydra.run.dir={SAME_MOMENT}", rate, cwd=tmp_path) for rate in rates]
@@ -69,8 +69,8 @@ def test_runs_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [2, 5])
-def test_sweeps_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_path: Path) -> None:
+def test_sweeps_that_start_at_the_same_moment_have_a_folder_each(tmp_path: Path) -> None:
+    count = 3
     with ExitStack() as stack:
         swept = [f"optim.lr={1 + 2 * i},{2 + 2 * i}" for i in range(count)]
         sweeps = [start(stack, "-m", f"hydra.sweep.dir={SAME_MOMENT}", rates, cwd=tmp_path) for rates in swept]
@@ -247,7 +247,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x == "a sweep" else x for x in REFUSED])
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.default(1)
 def test_an_output_root_that_cannot_be_written_to_is_an_error_in_one_line(
     name: str, read_only: Path, tmp_path: Path
 ) -> None:
@@ -272,10 +273,8 @@ def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: P
     assert stderr.count("Read-only file system") == 1, stderr
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    ["check", "bench", *(pytest.param(x, marks=pytest.mark.full) for x in ("check_family", "precompute", "plan"))],
-)
+@pytest.mark.parametrize("recipe", ["check", "bench", "check_family", "precompute", "plan"])
+@pytest.mark.default(1)
 def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(recipe: str, tmp_path: Path) -> None:
     process = warm.Popen(
         [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=/proc/none"],

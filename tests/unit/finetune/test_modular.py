@@ -87,10 +87,10 @@ def test_a_modular_pipeline_is_called_like_others(tmp_path: Path) -> None:
 
 
 def test_a_modular_pipeline_draws_from_text_that_was_encoded_before() -> None:
-    from tests.pipelines import table
+    from tests.pipelines import PIPES
 
     torch.manual_seed(0)
-    pipe, call = table("minimax_h3")["minimax_h3"].make(), {"prompt": "a cat", **SIZE, "num_inference_steps": 3}
+    pipe, call = PIPES["minimax_h3"].make(), {"prompt": "a cat", **SIZE, "num_inference_steps": 3}
     expected = pipe(**call, output_type="pt", generator=torch.Generator().manual_seed(0)).frames
     encoded = pipe.encode_prompt(prompt="a cat")
     assert encoded["prompt_embeds"].shape[1] == len(encoded["text_token_tags"])

@@ -14,7 +14,7 @@ from lightning_cp.finetune.encoders import release
 from lightning_cp.finetune.prompt_samples import RecordedPrompts
 from lightning_cp.nest import tensors
 from tests.e2e.finetuning import frames_of
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 CPU = torch.device("cpu")
 
@@ -54,9 +54,9 @@ def test_each_picture_has_its_own_text_and_an_unknown_one_is_an_error() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_pipeline_calls_with_the_text_is_recorded_in_its_place() -> None:
     """LTX-2 gives the states of all layers of its text encoder to `connectors`, which are far smaller."""
-    pipe = table("ltx2")["ltx2"].make()
+    pipe = PIPES["ltx2"].make()
     pipe.set_progress_bar_config(disable=True)
-    calls = [{**table("ltx2")["ltx2"].inputs(), "num_frames": 9, "prompt": text} for text in ("a cat", "a red fox")]
+    calls = [{**PIPES["ltx2"].inputs(), "num_frames": 9, "prompt": text} for text in ("a cat", "a red fox")]
     for call in calls:
         del call["output_type"]
 

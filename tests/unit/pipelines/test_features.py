@@ -18,7 +18,7 @@ from lightning_cp.pipelines.features import FEATURES
 from lightning_cp.pipelines.settings import PipelineSettings
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.undoable import Undo
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 Changes = Callable[[ParallelPipeline], Iterable[Undo]]
 
@@ -46,7 +46,7 @@ def _fails(changes: Changes, state: ParallelPipeline) -> Iterator[Undo]:
 
 
 def test_an_error_undoes_this_feature_and_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = table("flux")["flux"].make()
+    pipe = PIPES["flux"].make()
     before = _state(pipe)
     for number, failing in enumerate(FEATURES):
         features: list[Changes] = [*FEATURES[:number], partial(_fails, failing), *FEATURES[number + 1 :]]
@@ -72,7 +72,7 @@ def test_features_are_undone_in_reverse_order(monkeypatch: pytest.MonkeyPatch) -
             yield partial(order.append, f"undo {name}{change}")
 
     monkeypatch.setattr(apply, "FEATURES", [partial(feature, "1"), partial(feature, "2")])
-    pipe = table("flux")["flux"].make()
+    pipe = PIPES["flux"].make()
     _parallelize(pipe)
     names = ["1a", "1b", "2a", "2b"]
     assert order == [f"install {name}" for name in names]
@@ -117,10 +117,16 @@ def test_settings_are_normalised() -> None:
     assert (settings.num_stages, settings.cfg, settings.shard) == (2, 1, ("transformer",))
 
 
+def test_a_rank_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but there is no process group"):
+        parallelize_pipeline(PIPES["flux"].make(), ContextParallelConfig())
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.default(1)
 def test_a_compiled_transformer_keeps_to_what_works(when: str) -> None:
-    pipe = table("flux")["flux"].make()
+    pipe = PIPES["flux"].make()
     if when == "before":
         pipe.transformer.compile(mode="reduce-overhead")
         with pytest.raises(PlanError, match=r"mode='reduce-overhead'.*use parallelize_pipeline\(graphs=True\)"):

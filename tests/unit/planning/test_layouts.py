@@ -73,7 +73,7 @@ def test_contradicting_degrees_are_refused(fixed: dict[str, Any], task: Task, me
         check_fixed(fixed, task)
 
 
-@pytest.mark.parametrize("task", [pytest.param("train", marks=pytest.mark.full), "sample"])
+@pytest.mark.parametrize("task", ["train", "sample"])
 @pytest.mark.full
 def test_the_settings_of_every_layout_are_valid(task: Task) -> None:
     for layout in (*layouts(1, task), *layouts(4, task)):

@@ -36,7 +36,6 @@ from tests.models.test_dry_runs import CANNOT
 
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 H100 = device_named("h100")
-_QUICK = ("Krea2Transformer2DModel", "Kandinsky5Transformer3DModel")  # masks of uneven lengths, values of positions
 
 
 def _model(**config: Any) -> PlannedModel:
@@ -259,10 +258,8 @@ def test_devices_are_named_changed_and_given() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning", "ignore:In CPU autocast:UserWarning")
-@pytest.mark.parametrize(
-    "kind", [kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in EXAMPLES]
-)
-@pytest.mark.default(1)
+@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.default("Kandinsky5Transformer3DModel")  # it reads values of positions
 def test_every_class_can_be_planned(kind: str) -> None:
     """Or its forward cannot be traced at all. Values of the same inputs are those of `tests/models`."""
     name, example = FIRST[kind], EXAMPLES[kind]

@@ -18,11 +18,8 @@ from tests.unit.recipes.composed import CONF, composed
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
 SIDES = {f"finetune_{name}": name for name in ("flux_controlnet", "qwen_image_controlnet", "wan_vace")}
-RANKS = {
-    "finetune_ltx": 128,
-    "finetune_ltx2": 32,
-    "finetune_minimax_h3": 16,
-}  # experiments with the settings of the makers' trainers
+# experiments with the settings of the makers' trainers
+RANKS = {"finetune_ltx": 128, "finetune_ltx2": 32, "finetune_minimax_h3": 16}
 
 
 class NoGpu(Machine):
@@ -132,34 +129,6 @@ def test_every_experiment_composes(here: Path, experiment: str) -> None:
     assert config.data.kind == "latents"
 
 
-def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
-    families = (
-        "cogvideox",
-        "flux",
-        "flux2",
-        "flux_controlnet",
-        "hunyuan_video",
-        "hunyuan_video15",
-        "kontext",
-        "krea2",
-        "ltx",
-        "ltx2",
-        "minimax_h3",
-        "pixart_sigma",
-        "qwen_image",
-        "qwen_image_controlnet",
-        "qwen_image_edit",
-        "sana",
-        "sana_video",
-        "sd3",
-        "wan",
-        "wan22",
-        "wan_vace",
-        "z_image",
-    )
-    assert [f"finetune_{family}" for family in families] == EXPERIMENTS
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -198,65 +167,28 @@ def test_valid_settings_pass(here: Path, overrides: str) -> None:
 
 
 REFUSED = [
-    (
-        "model.pretrained=HERE/modular model.component=transformer_ref",
-        "model.component=transformer_ref is not in HERE/modular, which has transformer, vae",
-    ),
+    ("model.pretrained=HERE/modular model.component=transformer_ref", "model.component=transformer_ref is not in"),
     ("model.pretrained=HERE/modular model.component=vae", "is AutoencoderKLMiniMaxH3, no transformer: use one of tran"),
-    (
-        "data.path=HERE/other_family",
-        "data.path=HERE/other_family was encoded for flux, but model.pretrained=HERE/pipe is a WanPipeline, of the "
-        "family wan: encode the data with this pipeline",
-    ),
-    (
-        "data.path=HERE/other_family model.pretrained=HERE/modular",
-        "is a MiniMaxH3ModularPipeline, of the family minimax_h3: encode the data with this pipeline",
-    ),
+    ("data.path=HERE/other_family", "data.path=HERE/other_family was encoded for flux, but model.pretrained=HERE/pipe"),
+    ("data.path=HERE/other_family model.pretrained=HERE/modular", "is a MiniMaxH3ModularPipeline, of the family"),
     ("data.path=HERE/other_vae", "data.path=HERE/other_vae was encoded with another vae than model.pretrained=HERE/pi"),
-    (
-        "strategy=cp ring=4 ulysses=2",
-        r"shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the pro",
-    ),
+    ("strategy=cp ring=4 ulysses=2", "shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the"),
     ("model.component=vae", "model.component=vae is AutoencoderKLWan, no transformer: use one of transformer"),
     ("data=digits", "model=pretrained needs data=latents or data=folder"),
     ("model=wan_tiny", "data=latents and data=folder need model=pretrained, or experiment=finetune_<family>"),
     ("model.pretrained=???", "model.pretrained must be given, for example model.pretrained=my-pipeline"),
     ("data.path=???", "data.path must be given, for example data.path=latents"),
     ("model.component=null", "model.component=null is not valid"),
-    (
-        "model.component=[transformer]",
-        "model.component=['transformer'] is not valid: must be the name of a trans",
-    ),
+    ("model.component=[transformer]", "model.component=['transformer'] is not valid: must be the name of a trans"),
     ("model.component=[transformer,transformer]", "model.component=['transformer', 'transformer'] is not valid"),
-    (
-        f"{BOTH} model.pretrained=HERE/pipe",
-        "model.component=transformer_2 is not in HERE/pipe, which has transformer, vae",
-    ),
-    (
-        f"{BOTH} model.pretrained=HERE/no_boundary",
-        "model.component=['transformer', 'transformer_2'] are experts for different noise levels, but "
-        "HERE/no_boundary/model_index.json has boundary_ratio=null, expected a number above 0 and below 1: set "
-        "objective.sigma_range to a range for each of them",
-    ),
+    (f"{BOTH} model.pretrained=HERE/pipe", "model.component=transformer_2 is not in HERE/pipe, which has transformer"),
+    (f"{BOTH} model.pretrained=HERE/no_boundary", "model.component=['transformer', 'transformer_2'] are experts for"),
     (f"{BOTH} ulysses=3 strategy=cp", "ulysses=3 is not valid: must be at most 2, the attention heads of HERE/experts"),
-    (
-        f"{BOTH} objective.sigma_range=[0.5,1.0]",
-        "objective.sigma_range=[0.5, 1.0] is not valid: must be null, or two numbers from 0 to 1, for each expert, suc",
-    ),
-    (
-        f"{BOTH} objective.sigma_range=[[0.5,1.0]]",
-        "objective.sigma_range=[[0.5, 1.0]] is not valid: must have a range for each of transformer, transformer_2, in",
-    ),
-    (
-        f"{BOTH} objective.sigma_range=[[0.5,1.0],[0.0,0.6]]",
-        "objective.sigma_range=[[0.5, 1.0], [0.0, 0.6]] is not valid: the sigma ranges of transformer_2 and trans",
-    ),
-    (
-        f"{BOTH} objective.sigma_range=[[1.0,0.5],[0.0,0.5]]",
-        "is not valid: the sigma range [1, 0.5] of transformer must be",
-    ),
+    (f"{BOTH} objective.sigma_range=[0.5,1.0]", "objective.sigma_range=[0.5, 1.0] is not valid: must be null, or two"),
+    (f"{BOTH} objective.sigma_range=[[0.5,1.0]]", "objective.sigma_range=[[0.5, 1.0]] is not valid: must have a range"),
+    (f"{BOTH} objective.sigma_range=[[0.5,1.0],[0.0,0.6]]", "objective.sigma_range=[[0.5, 1.0], [0.0, 0.6]] is not"),
+    (f"{BOTH} objective.sigma_range=[[1.0,0.5],[0.0,0.5]]", "is not valid: the sigma range [1, 0.5] of"),
     ("objective.sigma_range=[[0.5,1.0],[0.0,0.5]]", "is not valid: must be null, or two numbers from 0 to 1"),
-    ("model.dtype=float16", "model.dtype=float16 is not valid: must be one of float32, bfloat16"),
     ("model.offload=true", "model.offload=true does not work with activation_checkpointing=none: backward would keep"),
     ("model.offload=true lora=null", "model.offload=true does not work with lora=null: only frozen weights"),
     ("model.offload=true strategy=cp_fsdp", "model.offload=true does not work with strategy=cp_fsdp: it shards"),
@@ -265,10 +197,8 @@ REFUSED = [
     ("model.pretrained=HERE/int8 strategy=cp_fsdp", "HERE/int8/transformer has quantised weights, which FSDP cannot"),
     ("model.pretrained=HERE/int8 model.quantize=nf4", "has quantised weights: leave model.quantize=nf4 out"),
     ("model.pretrained=HERE/int8 lora=null", "HERE/int8/transformer has quantised weights, which cannot be trained"),
-    ("lora.rank=0", "lora.rank=0 is not valid: must be null or a whole number, at least 1"),
     ("lora.lokr=8 lora.lr_ratio=16", "lora.lr_ratio=16 does not work with lora.lokr: leave one out"),
     ("lora.lokr=8 lora.file=HERE/pipe", "lora.lokr does not work with lora.file: only a plain LoRA of one rank"),
-    ("lora.ranks={to_q:0}", "is not valid: must be null, or whole numbers of at least 1"),
     ("lora.ranks={to_q:2} lora.file=HERE/pipe", "lora.ranks does not work with lora.file: only a plain LoRA of one"),
     ("lora.dora=true lora.file=HERE/pipe", "lora.dora does not work with lora.file: only a plain LoRA of one rank"),
     ("lora.dora=true strategy=cp_fsdp ring=2", "lora.dora=true does not work with strategy=cp_fsdp, which shards"),
@@ -278,30 +208,19 @@ REFUSED = [
     ("lora.file=HERE/none", "lora.file=HERE/none does not exist"),
     ("precision=bf16-true", "precision=bf16-true would also convert the adapters"),
     ("objective.sigma_range=[0.5]", "objective.sigma_range=[0.5] is not valid"),
-    ("objective.sigma_range=[0.9,0.1]", "objective.sigma_range=[0.9, 0.1] is not valid: the sigma range [0.9, 0.1] of"),
+    ("objective.sigma_range=[0.9,0.1]", "objective.sigma_range=[0.9, 0.1] is not valid: the sigma range"),
     ("objective.time_range=[5,5]", "objective.time_range=[5, 5] is not valid: must be"),
-    (
-        "objective.min_snr_gamma=5",
-        "objective.min_snr_gamma=5 has no effect with objective.weighting=null: leave it out",
-    ),
-    (
-        "objective.weighting=cosmap objective.min_snr_gamma=5",
-        "objective.min_snr_gamma=5 has no effect with objective.weighting=cosmap: leave it out",
-    ),
+    ("objective.min_snr_gamma=5", "objective.min_snr_gamma=5 has no effect with objective.weighting=null: leave"),
+    ("objective.weighting=cosmap objective.min_snr_gamma=5", "objective.min_snr_gamma=5 has no effect with"),
     ("lr_schedule=cosine lr_cycles=3", "lr_cycles=3 has no effect with lr_schedule=cosine: leave it out, or use"),
     ("validation.quantiles=[]", "validation.quantiles=[] is not valid: must be a list of different numbers"),
     ("validation.quantiles=[0,1]", "validation.quantiles=[0, 1] is not valid: must be a list of different numbers"),
-    ("validation.quantiles=[0.5,0.5]", "validation.quantiles=[0.5, 0.5] is not valid"),
-    ("validation.quantiles=0.5", "validation.quantiles=0.5 is not valid"),
     ("data.validation=1", "validation.every=null and data.validation=1 belong together: set both, or neither"),
     ("validation.every=5", "validation.every=5 and data.validation=0 belong together: set both, or neither"),
     ("validation.every=5 data.validation=6", "data.validation=6 must be less than 6, the number of samples"),
-    ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be"),
-    ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be"),
-    (
-        "data.path=HERE/own_validation data.validation=1 validation.every=5",
-        "data.validation=1 must be 0: the data have a validation set (use=validation)",
-    ),
+    ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be null, or one or several"),
+    ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
+    ("data.path=HERE/own_validation data.validation=1 validation.every=5", "data.validation=1 must be 0: the data"),
     ("data.path=[HERE/cache]", "data.path=['HERE/cache'] is not valid: must be a text"),
     ("data=folder data.path=[HERE/media,HERE/none]", "data.path[1]=HERE/none does not exist: it must be a folder of"),
     ("data.path=HERE/none", "data.path=HERE/none does not exist"),
@@ -310,7 +229,6 @@ REFUSED = [
     ("data.path=HERE/damaged", "HERE/damaged/contents.json is damaged: run lightning-cp precompute again"),
     ("batch_size=3 strategy=cp data_parallel=2", "batch_size=3 is the global batch and must be a multiple of 2 groups"),
     ("model.pretrained=HERE/none", "model.pretrained=HERE/none must be a pipeline's folder"),
-    ("model.pretrained=./some/pipe", "model.pretrained=./some/pipe must be a pipeline's folder, or the id of one"),
     ("model.pretrained=pipe", "model.pretrained=pipe must be a pipeline's folder, or the id of one on the Hub"),
     ("model.pretrained=HERE/media", "model.pretrained: HERE/media/model_index.json cannot be read"),
     ("model.pretrained=HERE/broken", "model.pretrained: HERE/broken/model_index.json cannot be read"),

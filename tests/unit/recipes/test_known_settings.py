@@ -125,8 +125,7 @@ for name, setting in [("train", "rin=2"), ("train", "+rin=2"), ("train", "optin=
 def test_every_command_refuses_unknown_settings_without_the_advice_to_add_them(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    lines = ran.stderr.splitlines()
-    meant = [
+    meant = (
         "ring",
         "ring",
         "optim",
@@ -139,8 +138,8 @@ def test_every_command_refuses_unknown_settings_without_the_advice_to_add_them(t
         "cp",
         "ring=2",
         "ring=2?",
-    ]
-    for line, name in zip(lines, [*meant, "--version", ""], strict=True):
+    )
+    for line, name in zip(ran.stderr.splitlines(), [*meant, "--version", ""], strict=True):
         assert not name or f"did you mean {name}" in line
         assert "To append" not in line
 

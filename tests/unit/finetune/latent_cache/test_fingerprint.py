@@ -22,10 +22,10 @@ COMPONENTS = Components(text=("text_encoder", "tokenizer", "text_encoder_2", "to
 
 
 def pipe() -> Any:
-    from tests.pipelines.flux import TINY
+    from tests.pipelines import PIPES
 
     torch.manual_seed(3)
-    return TINY["flux"].make()
+    return PIPES["flux"].make()
 
 
 @pytest.fixture(scope="module")
