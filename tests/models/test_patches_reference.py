@@ -107,14 +107,15 @@ def _ours(model: nn.Module, arguments: dict[str, Any], order: tuple[str, ...]) -
     return found
 
 
-def _compare(name: str, expected: list[Tensor], order: tuple[str, ...]) -> None:
+def _errors(name: str, expected: list[Tensor], order: tuple[str, ...]) -> tuple[float, float]:
+    """The largest error, and the difference from whole evaluations: patches are not exact."""
     arguments = TINY[name].arguments()
-    for a, b in zip(expected, _ours(TINY[name].build(), arguments, order), strict=True):
-        assert float((a - b).abs().max()) < 1e-12
+    pairs = zip(expected, _ours(TINY[name].build(), arguments, order), strict=True)
+    error = max(float((a - b).abs().max()) for a, b in pairs)
     plain = arguments["hidden_states"]
     for _ in range(STEPS):
         plain = plain - 0.3 * _run(TINY[name].build(), {**arguments, "hidden_states": plain})
-    assert float((plain - expected[-1]).abs().max()) > 1e-6  # patches are not exact, so the comparison means something
+    return error, float((plain - expected[-1]).abs().max())
 
 
 def test_flux_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,8 @@ def test_flux_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
         expected = _reference(
             lambda x: _run(model, {**arguments, "hidden_states": x}), reference, arguments["hidden_states"], rows
         )
-    _compare("flux", expected, ("text", "image"))
+    error, difference = _errors("flux", expected, ("text", "image"))
+    assert error < 1e-12 < 1e-6 < difference
 
 
 def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,8 @@ def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as context:
         context.setattr(transformer_wan, "dispatch_attention_fn", reference.attend)
         expected = _reference(lambda x: _run(model, {**arguments, "hidden_states": x}), reference, start, rows)
-    _compare("wan", expected, ("image",))
+    error, difference = _errors("wan", expected, ("image",))
+    assert error < 1e-12 < 1e-6 < difference
 
 
 @dataclass
@@ -196,7 +199,8 @@ def test_sana_in_patches_is_the_reference(name: str, convolution: str) -> None:
         return out[:, :, slice(*_bounds(number)[patch])]
 
     expected = _reference(lambda x: _run(model, {**arguments, "hidden_states": x}), reference, start, rows_of)
-    _compare(name, expected, ("image",))
+    error, difference = _errors(name, expected, ("image",))
+    assert error < 1e-12 < 1e-6 < difference
 
 
 @dataclass

@@ -180,19 +180,23 @@ def test_every_class_at_every_number_of_ranks(run_ranks: RankPool, name: str, wo
             _check(run_ranks, world, name, mode, dtype)
 
 
-def _low_precision(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
+def _low_precision(rank: int, world: int, name: str, dtype: torch.dtype) -> list[float]:
+    """The error of the halos relative to that of one rank, decoding and encoding."""
+    found = []
     for way in ("decode", "encode"):
         vae = make_vae(name).to(dtype)
         exact, alone = _run(deepcopy(vae).double(), name, way), _run(vae, name, way)
         parallelize_vae(vae, _groups(world))
         own, shared = ((x - exact).square().mean().sqrt() for x in (alone, _run(vae, name, way)))
-        assert shared <= 1.1 * own
+        found.append(float(shared / own))
+    return found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype"), in_turn(QUICK, (torch.bfloat16, torch.float16)))
 def test_halos_are_as_exact_as_one_rank_in_half_precision(run_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
-    run_ranks(3, _low_precision, name, dtype)
+    for ratios in run_ranks(3, _low_precision, name, dtype):
+        assert max(ratios) <= 1.1
 
 
 def _behaves(rank: int, world: int) -> None:
