@@ -1,4 +1,4 @@
-"""A LightningModule around a diffusers transformer, and its data. Neither has code for context parallelism."""
+"""LightningModules around a transformer of diffusers and a plain one, and data: without code for parallelism."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from tests.dist.plain import Plain
 from tests.models.wan import wan
 
 
@@ -59,3 +60,36 @@ class TrainsWan(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Mixed(LightningModule):
+    """A frozen encoder, a parallel transformer, a tied weight, and a buffer that no state dict holds."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Linear(16, 16).requires_grad_(requires_grad=False)
+        self.plain = Plain()
+        self.head, self.tail = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.tail.weight = self.head.weight
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.tail(self.head(self.plain(self.encoder(x))[0])) * self.scale
+        return out
+
+    def training_step(self, x: Tensor, _: int) -> Tensor:
+        return self(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def inputs() -> Tensor:
+    """A batch of two samples for `Mixed` or `Plain`."""
+    return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
+
+
+def same_batches(count: int = 2) -> DataLoader[Tensor]:
+    """A loader that yields `inputs()` `count` times."""
+    return DataLoader([x for _ in range(count) for x in inputs()], batch_size=2)  # type: ignore[arg-type]

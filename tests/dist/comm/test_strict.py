@@ -5,7 +5,6 @@ Ranks run one operation at a time (`serial`), and backward in a thread of its ow
 
 from __future__ import annotations
 
-import tempfile
 from itertools import islice
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.dist.attention.test_exactness import problems
 from tests.dist.pipefusion import latents_of, make_pipe
 from tests.dist.pipelines.test_pipe_stages import _failing
 from tests.dist.problems import check_exact
-from tests.dist.strategies import test_fabric_strategy, test_sharded
+from tests.dist.strategies.test_training import CASES, expected_weights, fit
 from tests.harness import RankPool
 from tests.harness.strict import Strict
 from tests.pipelines.tiny import error_of
@@ -42,20 +41,13 @@ def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rot
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("world", "ring", "ulysses"), [(3, 3, 1), (4, 2, 1)])
-def test_ddp(run_ranks: RankPool, world: int, ring: int, ulysses: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(world, test_fabric_strategy._train, ring, ulysses, folder, init=False, strict=_STRICT)
-    assert all(error < 1e-5 for error, _ in found)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("world", "settings"), [(3, {"ring": 3}), (4, {"ring": 2, "replicate": 2})])
-def test_fsdp2(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
-    for found in run_ranks(world, test_sharded._train, settings, init=False, strict=_STRICT):
-        assert found["gradient"] < 1e-5
-        assert found["weights"] < 1e-5
+@pytest.mark.parametrize("case", ["ring", "shares and data", "sharded", "sharded, replicated"])
+def test_ddp_and_fsdp2(run_ranks: RankPool, case: str) -> None:
+    flavour, kind, world, settings, options = CASES[case]
+    found = run_ranks(world, fit, flavour, kind, settings, options, init=False, strict=_STRICT)
+    start, expected = expected_weights(found, options)
+    for one in found:
+        assert (one.weights - expected).norm() < 1e-4 * (expected - start).norm()
 
 
 def _sample(rank: int, world: int, name: str, degrees: Any, settings: Any, inputs: Any) -> float:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp import fabric, pytorch
+from lightning_cp import fabric
 from lightning_cp.planning import degrees as planning
 from lightning_cp.planning.degrees import device_of
-from tests.dist.lightning_ranks import fabric_of, trainer_of
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of, train
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
 from tests.models.wan import wan
@@ -33,53 +33,38 @@ def _with_example(module: nn.Module, inputs: Any = INPUTS) -> Any:
     return module
 
 
-def _fabric_losses(rank: int, world: int, strategy: Any) -> list[float]:
-    fabric = fabric_of(rank, world, strategy)
-    model = wan().build().float()
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for batch in DataLoader(Clips(4), batch_size=2):
-        loss = wrapped(batch["clip"], 100 + batch["index"], batch["text"], return_dict=False)[0].square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
-
-
 class _Reports(TrainsWan):
+    """Keeps its losses. It has the inputs of its transformer as an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.example_input_array = tuple(INPUTS.values())
+
     @override
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses = [*getattr(self, "losses", []), float(outputs["loss"])]
-
-
-def _trainer_losses(rank: int, world: int, strategy: Any) -> list[float]:
-    seed_everything(1, verbose=False)
-    module = _with_example(_Reports(), tuple(INPUTS.values()))
-    trainer_of(rank, world, strategy, max_steps=2).fit(module, DataLoader(Clips(4), batch_size=2))
-    losses: list[float] = module.losses
-    return losses
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.losses.append(float(loss))
+        return loss
 
 
 def _both(rank: int, world: int, flavour: str, kind: str) -> tuple[tuple[int, int], list[float], list[float]]:
-    make = getattr(fabric if flavour == "fabric" else pytorch, kind)
-    train = _fabric_losses if flavour == "fabric" else _trainer_losses
+    """The planned degrees, and losses with them and with the same degrees given by hand."""
+
+    def losses(strategy: Any) -> list[float]:
+        seed_everything(1, verbose=False)
+        module = _Reports()
+        train(rank, world, strategy, module, DataLoader(Clips(4), batch_size=2))
+        return module.losses
+
     settings = {"example": _with_example(wan().build().float())} if flavour == "fabric" else {}
-    auto = make(degrees="auto", data_parallel=1, **settings)
-    planned = train(rank, world, auto)
+    auto = STRATEGIES[flavour, kind](degrees="auto", data_parallel=1, **settings)
+    planned = losses(auto)
     degrees = auto.context.ring, auto.context.ulysses
-    return degrees, planned, train(rank, world, make(ring=degrees[0], ulysses=degrees[1]))
+    return degrees, planned, losses(STRATEGIES[flavour, kind](ring=degrees[0], ulysses=degrees[1]))
 
 
-@pytest.mark.parametrize(
-    ("flavour", "kind"),
-    [
-        ("fabric", "ContextParallelStrategy"),
-        pytest.param("pytorch", "ContextParallelStrategy", marks=pytest.mark.full),
-        pytest.param("fabric", "ContextParallelFSDPStrategy", marks=pytest.mark.full),
-        pytest.param("pytorch", "ContextParallelFSDPStrategy", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("flavour", "kind"), [("fabric", "cp"), ("trainer", "cp_fsdp")])
 @pytest.mark.full
 def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool, flavour: str, kind: str) -> None:
     results = run_ranks(2, _both, flavour, kind, init=False)
@@ -124,17 +109,14 @@ def _error(rank: int, world: int, case: str) -> str:
     ("case", "message"),
     [
         ("no module", "pass example=module to the strategy"),
-        pytest.param("no arguments", "WanTransformer3DModel.example_input_array is not set", marks=pytest.mark.full),
-        pytest.param("no transformer", "Linear has no transformer with a plan", marks=pytest.mark.full),
-        pytest.param(
-            "other arguments",
-            "example_input_array must hold the arguments of WanTransformer3DModel.forward",
-            marks=pytest.mark.full,
-        ),
         ("reads values", "this forward cannot be traced: it reads values"),
-        pytest.param("no memory", r"nothing fits: .* needs .* GB more than 2 GB; .*", marks=pytest.mark.full),
+        ("no arguments", "WanTransformer3DModel.example_input_array is not set"),
+        ("no transformer", "Linear has no transformer with a plan"),
+        ("other arguments", "example_input_array must hold the arguments of WanTransformer3DModel.forward"),
+        ("no memory", r"nothing fits: .* needs .* GB more than 2 GB"),
     ],
 )
+@pytest.mark.default(2)
 def test_errors_are_raised_on_every_rank_with_what_to_give(run_ranks: RankPool, case: str, message: str) -> None:
     first, second = run_ranks(2, _error, case, init=False)
     assert first == second

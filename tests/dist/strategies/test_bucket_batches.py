@@ -13,21 +13,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_cp import fabric, pytorch
 from lightning_cp.data import BucketBatchSampler, EndlessBatches, bucket_loader
-from tests.dist.lightning_ranks import fabric_of, trainer_of
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of, trainer_of
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BY_PLAN: dict[str, Any] = {"plans": {Plain: PLAIN_PLAN}, "check_peers": "always"}
 BATCH, SEED = 12, 4
-FULL = pytest.mark.full
-RANKS = [  # (world, ring)
-    (4, 2),
-    pytest.param(3, 3, marks=FULL),
-    pytest.param(3, 1, marks=FULL),
-]
 
 
 class Clips:
@@ -110,12 +103,6 @@ class Trains(LightningModule):
         self.resumed = checkpoint["sampler"]
 
 
-def _strategy(kind: str, ring: int) -> Any:
-    module = pytorch if kind.startswith("trainer") else fabric
-    sharded = kind.endswith("sharded")
-    return (module.ContextParallelFSDPStrategy if sharded else module.ContextParallelStrategy)(ring=ring, **BY_PLAN)
-
-
 def _joined(shares: list[list[list[int]]], ring: int) -> list[list[int]]:
     """The global batches, from what each rank saw; context peers must have seen the same."""
     assert all(shares[rank] == shares[rank - rank % ring] for rank in range(len(shares)))
@@ -126,19 +113,15 @@ def _joined(shares: list[list[list[int]]], ring: int) -> list[list[int]]:
 
 def _fit(rank: int, world: int, kind: str, ring: int, leftovers: str) -> tuple[list[list[int]], int]:
     module = Trains(leftovers)
-    trainer_of(rank, world, _strategy(kind, ring), max_epochs=5).fit(module)
+    trainer_of(rank, world, STRATEGIES["trainer", kind](ring=ring, **BY_PLAN), max_epochs=5).fit(module)
     return module.seen, module.validated
 
 
-@pytest.mark.parametrize(("world", "ring"), RANKS)
 @pytest.mark.parametrize(
-    ("kind", "leftovers"),
-    [
-        ("trainer", "carry"),
-        pytest.param("trainer, sharded", "carry", marks=FULL),
-        pytest.param("trainer", "repeat", marks=FULL),
-    ],
+    ("world", "ring", "kind", "leftovers"),
+    [(4, 2, "cp", "carry"), (3, 1, "cp_fsdp", "carry"), (3, 3, "cp", "repeat")],
 )
+@pytest.mark.default(1)
 def test_the_trainer_takes_every_batch_of_every_epoch(
     run_ranks: RankPool, world: int, ring: int, kind: str, leftovers: str
 ) -> None:
@@ -157,7 +140,7 @@ def test_the_trainer_takes_every_batch_of_every_epoch(
 def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bool, endless: bool) -> list[list[int]]:
     module = Trains(endless=endless)
     settings: dict[str, Any] = {"max_steps": at} if save else {"max_steps": 25}
-    trainer = trainer_of(rank, world, _strategy("trainer", ring), max_epochs=-1, **settings)
+    trainer = trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=ring, **BY_PLAN), max_epochs=-1, **settings)
     trainer.fit(module, ckpt_path=None if save else folder / "saved.ckpt")
     if save:
         trainer.save_checkpoint(folder / "saved.ckpt")
@@ -168,9 +151,8 @@ def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bo
     ("before", "after", "at", "endless"),
     [
         ((4, 2), (3, 1), 7, False),
-        pytest.param((2, 1), (3, 3), 14, False, marks=FULL),
-        pytest.param((3, 3), (4, 1), 14, False, marks=FULL),
-        pytest.param((3, 1), (4, 2), 7, True, marks=FULL),
+        ((3, 3), (4, 1), 14, False),
+        ((3, 1), (4, 2), 7, True),
     ],
 )
 @pytest.mark.full
@@ -189,7 +171,8 @@ def test_a_trainer_that_resumes_in_an_epoch_at_another_degree_sees_the_same_samp
 
 def _limited(rank: int, world: int) -> list[list[int]]:
     module = Trains(endless=True)
-    trainer_of(rank, world, _strategy("trainer", 2), max_epochs=4, limit_train_batches=3).fit(module)
+    strategy = STRATEGIES["trainer", "cp"](ring=2, **BY_PLAN)
+    trainer_of(rank, world, strategy, max_epochs=4, limit_train_batches=3).fit(module)
     return module.seen
 
 
@@ -198,7 +181,7 @@ def test_short_epochs_of_the_trainer_continue_in_the_endless_order(run_ranks: Ra
 
 
 def _with_fabric(rank: int, world: int, kind: str, ring: int, start: int, epochs: int) -> list[list[int]]:
-    ours = fabric_of(rank, world, _strategy(kind, ring))
+    ours = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=ring, **BY_PLAN))
     data, sampler = Clips(), _sampler(ours.strategy)
     if start:
         sampler.seek(start)
@@ -214,13 +197,11 @@ def _with_fabric(rank: int, world: int, kind: str, ring: int, start: int, epochs
     return seen
 
 
-@pytest.mark.parametrize(("world", "ring"), RANKS)
-@pytest.mark.parametrize("kind", ["fabric", pytest.param("fabric, sharded", marks=FULL)])
-def test_fabric_yields_the_batches_of_one_process(run_ranks: RankPool, world: int, ring: int, kind: str) -> None:
-    assert _joined(run_ranks(world, _with_fabric, kind, ring, 0, 4, init=False), ring) == _epochs(4)
-
-
-@pytest.mark.parametrize(("world", "ring"), [(3, 1), pytest.param(4, 2, marks=FULL)])
-def test_fabric_continues_in_an_epoch(run_ranks: RankPool, world: int, ring: int) -> None:
-    ranks = run_ranks(world, _with_fabric, "fabric", ring, 7, 3, init=False)
-    assert _joined(ranks, ring) == _epochs(4)[7:]
+@pytest.mark.parametrize(("world", "ring", "kind", "start"), [(3, 1, "cp", 7), (3, 3, "cp_fsdp", 0), (4, 2, "cp", 0)])
+@pytest.mark.default(1)
+def test_fabric_yields_the_batches_of_one_process(
+    run_ranks: RankPool, world: int, ring: int, kind: str, start: int
+) -> None:
+    """From the beginning, and from within an epoch."""
+    ranks = run_ranks(world, _with_fabric, kind, ring, start, 3 if start else 4, init=False)
+    assert _joined(ranks, ring) == _epochs(4)[start:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
@@ -19,19 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_cp import fabric, pytorch
 from lightning_cp.engine.apply import installed_on
-from tests.dist.lightning_ranks import fabric_of, flat, trainer_of, whole
-from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, distance, fabric_of, flat, train, trainer_of, whole
+from tests.dist.module import inputs
+from tests.dist.plain import Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-BY_PLAN = {"plans": {Plain: PLAIN_PLAN}}
-REPLICATED, SHARDED = fabric.ContextParallelStrategy, fabric.ContextParallelFSDPStrategy
-
-
-def _inputs() -> Tensor:
-    return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
+REPLICATED, SHARDED = (STRATEGIES["fabric", kind] for kind in ("cp", "cp_fsdp"))
 
 
 def _model(seed: int) -> Plain:
@@ -40,12 +34,8 @@ def _model(seed: int) -> Plain:
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    model(_inputs())[0].square().mean().backward()
+    model(inputs())[0].square().mean().backward()
     return flat(model, gradients=True)
-
-
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 # Saving and loading
@@ -89,7 +79,7 @@ def _sharded(rank: int, world: int, **settings: Any) -> tuple[Any, nn.Module, An
     ours = fabric_of(rank, world, SHARDED(ring=world, **BY_PLAN, **settings))
     model = _model(1)
     wrapped, optimizer = ours.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    ours.backward(wrapped(_inputs())[0].square().mean())
+    ours.backward(wrapped(inputs())[0].square().mean())
     optimizer.step()
     optimizer.zero_grad()
     return ours, wrapped, optimizer, model
@@ -106,7 +96,7 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
     ours.save(path, state)
     values, moments = flat(model), _moments(optimizer)
     for _ in range(2):
-        ours.backward(wrapped(_inputs())[0].square().mean())
+        ours.backward(wrapped(inputs())[0].square().mean())
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(flat(model), values)
@@ -142,82 +132,10 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
     return is_folder
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.default(1)
 def test_shards_are_saved_and_loaded_strictly_or_not(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
     assert run_ranks(3, _saved_shards, str(tmp_path), distributed, init=False) == [distributed] * 3
-
-
-def _stages(rank: int, world: int, folder: str, kind: Any, settings: dict[str, Any]) -> list[float]:
-    """Losses of tests: after a fit, of a checkpoint without optimizers, and of one with after other weights."""
-    trainer = trainer_of(rank, world, kind(ring=world, **BY_PLAN, **settings), max_steps=1)
-    module, loader = _Trained(), DataLoader(_inputs(), batch_size=2)  # type: ignore[arg-type]
-    trainer.fit(module, loader)
-    trainer.save_checkpoint(Path(folder) / "all")
-    trainer.save_checkpoint(Path(folder) / "weights", weights_only=True)
-    with torch.inference_mode():
-        losses = [trainer.test(module, loader, verbose=False)[0]["loss"]]
-        for name in ("weights", "all"):
-            for parameter in module.parameters():
-                parameter.zero_()
-            losses.append(trainer.test(module, loader, ckpt_path=Path(folder) / name, verbose=False)[0]["loss"])
-        assert len(trainer.predict(module, loader) or []) == 1
-    trainer.fit_loop.epoch_loop.max_steps = 2
-    trainer.fit(module, loader, ckpt_path=Path(folder) / "all")
-    assert trainer.global_step == 2
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (pytorch.ContextParallelStrategy, {}),
-        (pytorch.ContextParallelFSDPStrategy, {}),
-        (pytorch.ContextParallelFSDPStrategy, {"save_distributed_checkpoint": False}),
-    ],
-)
-@pytest.mark.default(1)
-def test_one_trainer_goes_through_all_stages_with_checkpoints_that_have_optimizers_or_not(
-    run_ranks: RankPool, tmp_path: Path, kind: Any, settings: dict[str, Any]
-) -> None:
-    for first, *others in run_ranks(2, _stages, str(tmp_path), kind, settings, init=False):
-        assert first > 0.01
-        assert others == [first, first]
-
-
-# Clipping
-
-
-def _clipped(rank: int, world: int, kind: Any, how: str) -> float:
-    expected = _gradients(_model(1))
-    ours = fabric_of(rank, world, kind(ring=world, **BY_PLAN))
-    model = _model(1)
-    wrapped, optimizer = ours.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ours.backward(wrapped(_inputs())[0].square().mean())
-    if how == "value":
-        limit = float(expected.abs().median())
-        ours.clip_gradients(wrapped, optimizer, clip_val=limit)
-        expected = expected.clamp(-limit, limit)
-    else:
-        norm = ours.clip_gradients(wrapped, optimizer, max_norm=0.1 * float(expected.norm()))
-        assert abs(float(whole(norm)) / float(expected.norm()) - 1) < 1e-5
-        expected = 0.1 * expected
-    return _distance(flat(model, gradients=True), expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        (REPLICATED, "value"),
-        (REPLICATED, "norm"),
-        pytest.param(SHARDED, "value", marks=pytest.mark.full),
-        (SHARDED, "norm"),
-    ],
-)
-def test_the_whole_gradient_is_clipped(run_ranks: RankPool, kind: Any, how: str) -> None:
-    assert max(run_ranks(3, _clipped, kind, how, init=False)) < 1e-5
-
-
-# Making modules
 
 
 class _Trained(LightningModule):
@@ -242,41 +160,82 @@ class _Trained(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def _stages(rank: int, world: int, folder: str, kind: str, settings: dict[str, Any]) -> list[float]:
+    """Losses of tests: after a fit, of a checkpoint without optimizers, and of one with after other weights."""
+    module, loader = _Trained(), DataLoader(inputs(), batch_size=2)  # type: ignore[arg-type]
+    strategy = STRATEGIES["trainer", kind](ring=world, **BY_PLAN, **settings)
+    trainer = train(rank, world, strategy, module, loader, steps=1)
+    trainer.save_checkpoint(Path(folder) / "all")
+    trainer.save_checkpoint(Path(folder) / "weights", weights_only=True)
+    with torch.inference_mode():
+        losses = [trainer.test(module, loader, verbose=False)[0]["loss"]]
+        for name in ("weights", "all"):
+            for parameter in module.parameters():
+                parameter.zero_()
+            losses.append(trainer.test(module, loader, ckpt_path=Path(folder) / name, verbose=False)[0]["loss"])
+        assert len(trainer.predict(module, loader) or []) == 1
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, loader, ckpt_path=Path(folder) / "all")
+    assert trainer.global_step == 2
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("cp", {}),
+        ("cp_fsdp", {}),
+        ("cp_fsdp", {"save_distributed_checkpoint": False}),
+    ],
+)
+@pytest.mark.default(1)
+def test_one_trainer_goes_through_all_stages_with_checkpoints_that_have_optimizers_or_not(
+    run_ranks: RankPool, tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    for first, *others in run_ranks(2, _stages, str(tmp_path), kind, settings, init=False):
+        assert first > 0.01
+        assert others == [first, first]
+
+
+# Making modules
+
+
 def _kept(x: Tensor) -> tuple[str, str, bool]:
     return x.device.type, str(x.dtype).removeprefix("torch."), isinstance(x, DTensor)
 
 
-def _made(rank: int, world: int, flavour: str, name: str, precision: str, empty: bool) -> list[tuple[str, str, bool]]:
-    """Device, dtype and whether in shards: when a module is made, and when it is set up."""
-    strategy = getattr({"fabric": fabric, "pytorch": pytorch}[flavour], name)(ring=world, **BY_PLAN)
+def _made(rank: int, world: int, flavour: str, kind: str, precision: str, empty: bool) -> list[Any]:
+    """Device, dtype and whether in shards, when a module is made and when it is set up; whether it is parallel."""
+    strategy = STRATEGIES[flavour, kind](ring=world, **BY_PLAN)
+    runner: Any = (fabric_of if flavour == "fabric" else trainer_of)(rank, world, strategy, precision=precision)
+    with runner.init_module(empty_init=empty):
+        module: Any = _Trained()
+    made = _kept(module.model.proj_out.weight)
     if flavour == "fabric":
-        ours = fabric_of(rank, world, strategy, precision=precision)
-        with ours.init_module(empty_init=empty):
-            module: Any = _Trained()
-        made = _kept(module.model.proj_out.weight)
-        ours.setup(module.model)
+        runner.setup(module.model)
     else:
-        trainer = trainer_of(rank, world, strategy, max_steps=1, precision=precision)
-        with trainer.init_module(empty_init=empty):
-            module = _Trained()
-        made = _kept(module.model.proj_out.weight)
-        trainer.fit(module, DataLoader(_inputs(), batch_size=1))  # type: ignore[arg-type]
-    assert installed_on(module.model) is not None
-    return [made, _kept(module.model.proj_out.weight)]
+        runner.fit_loop.epoch_loop.max_steps = 1
+        runner.fit(module, DataLoader(inputs(), batch_size=1))
+    return [made, _kept(module.model.proj_out.weight), installed_on(module.model) is not None]
 
 
-@pytest.mark.parametrize("flavour", ["fabric", "pytorch"])
-@pytest.mark.parametrize("name", ["ContextParallelStrategy", "ContextParallelFSDPStrategy"])
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", "float32"), ("bf16-true", "bfloat16")])
-@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(
+    ("flavour", "kind", "dtype", "empty"),
+    [
+        ("fabric", "cp_fsdp", "bfloat16", True),
+        ("trainer", "cp_fsdp", "float32", True),
+        ("trainer", "cp", "bfloat16", False),
+        ("fabric", "cp", "float32", True),
+    ],
+)
 @pytest.mark.default(1)
 def test_modules_are_made_in_the_dtype_and_without_storage_where_they_will_be_sharded(
-    run_ranks: RankPool, flavour: str, name: str, precision: str, dtype: str, empty: bool
+    run_ranks: RankPool, flavour: str, kind: str, dtype: str, empty: bool
 ) -> None:
-    sharded = "FSDP" in name
+    sharded, precision = kind == "cp_fsdp", {"float32": "32-true", "bfloat16": "bf16-true"}[dtype]
     made = ("meta" if sharded and empty else "cpu", dtype, False)
-    found = run_ranks(2, _made, flavour, name, precision, empty, init=False)
-    assert found == [[made, ("cpu", dtype, sharded)]] * 2
+    found = run_ranks(2, _made, flavour, kind, precision, empty, init=False)
+    assert found == [[made, ("cpu", dtype, sharded), True]] * 2
 
 
 def _failed(rank: int, world: int) -> bool:
@@ -299,13 +258,13 @@ def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, l
     ours = fabric_of(rank, world, kind(ring=world, **BY_PLAN))
     model = _model(1)
     wrapped = ours.setup(torch.compile(model, backend="eager"), _reapply_compile=outside)
-    ours.backward(wrapped(_inputs())[0].square().mean())
+    ours.backward(wrapped(inputs())[0].square().mean())
     layers, inner = [], wrapped._forward_module
     while inner is not model:
         layers.append(type(inner).__name__)
         inner = inner._orig_mod if isinstance(inner, OptimizedModule) else inner.module
     assert isinstance(model, FSDPModule) == (kind is SHARDED)
-    return _distance(flat(model, gradients=True), expected), layers
+    return distance(flat(model, gradients=True), expected), layers
 
 
 @pytest.mark.full
@@ -313,10 +272,8 @@ def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, l
     ("kind", "outside", "layers"),
     [
         (REPLICATED, True, [OptimizedModule.__name__, DistributedDataParallel.__name__]),
-        pytest.param(
-            REPLICATED, False, [DistributedDataParallel.__name__, OptimizedModule.__name__], marks=pytest.mark.full
-        ),
-        pytest.param(SHARDED, True, [OptimizedModule.__name__], marks=pytest.mark.full),
+        (REPLICATED, False, [DistributedDataParallel.__name__, OptimizedModule.__name__]),
+        (SHARDED, True, [OptimizedModule.__name__]),
     ],
 )
 def test_a_compiled_module_is_compiled_again_after_set_up(
@@ -343,13 +300,13 @@ def _by_hand(rank: int, world: int) -> float:
     ours = fabric_of(rank, world, SHARDED(ring=world, **BY_PLAN, parallelize_fn=shard))
     model = _model(1)
     wrapped, optimizer = ours.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ours.backward(wrapped(_inputs())[0].square().mean())
+    ours.backward(wrapped(inputs())[0].square().mean())
     optimizer.step()
 
     half = fabric_of(rank, world, SHARDED(parallelize_fn=lambda module, mesh: fully_shard(module[0], mesh=mesh)))
     with pytest.raises(ValueError, match=r"1\.weight is sharded over 1 of 3 ranks"):
         half.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    return _distance(flat(model), expected)
+    return distance(flat(model), expected)
 
 
 def test_a_function_may_shard_all_that_trains_and_not_less(run_ranks: RankPool) -> None:
@@ -367,37 +324,38 @@ class _ShardsItself(_Trained):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
-def _configured(rank: int, world: int) -> float:
-    strategy = pytorch.ContextParallelFSDPStrategy(ring=world, **BY_PLAN)
-    trainer = trainer_of(rank, world, strategy, max_steps=1)
-    with trainer.init_module(empty_init=True):
-        module = _ShardsItself(all_of_it=True)
-    trainer.fit(module, DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
-    assert not any(p.is_meta for p in module.parameters())
-
-    reference = _model(1)
-    expected = flat(reference) - 0.1 * _gradients(reference)
+def _configured(rank: int, world: int) -> tuple[bool, Tensor]:
+    loader: Any = DataLoader(inputs(), batch_size=2)  # type: ignore[arg-type]
+    first, second = (
+        trainer_of(rank, world, STRATEGIES["trainer", "cp_fsdp"](ring=world, **BY_PLAN), max_steps=1) for _ in range(2)
+    )
+    with first.init_module(empty_init=True):
+        empty = _ShardsItself(all_of_it=True)
+    first.fit(empty, loader)
     module = _ShardsItself(all_of_it=True)
-    trainer = trainer_of(rank, world, pytorch.ContextParallelFSDPStrategy(ring=world, **BY_PLAN), max_steps=1)
-    trainer.fit(module, DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
+    second.fit(module, loader)
     with pytest.raises(ValueError, match=r"sharded over 1 of 3 ranks by _ShardsItself itself"):
-        trainer.fit(_ShardsItself(all_of_it=False), DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
-    return _distance(flat(module.model), expected)
+        second.fit(_ShardsItself(all_of_it=False), loader)
+    return any(p.is_meta for p in empty.parameters()), flat(module.model)
 
 
 def test_configure_model_may_shard_all_that_trains_and_not_less(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _configured, init=False)) < 1e-5
+    reference = _model(1)
+    expected = flat(reference) - 0.1 * _gradients(reference)
+    for is_meta, found in run_ranks(3, _configured, init=False):
+        assert not is_meta
+        assert distance(found, expected) < 1e-5
 
 
 # What is left
 
 
-def _left(rank: int, world: int, name: str) -> tuple[set[str], list[str]]:
+def _left(rank: int, world: int, kind: str) -> tuple[set[str], list[str]]:
     """Return environment variables and threads that exist after the Trainer, but not before."""
-    strategy = getattr(pytorch, name)(ring=world, **BY_PLAN)
+    strategy = STRATEGIES["trainer", kind](ring=world, **BY_PLAN)
     trainer = trainer_of(rank, world, strategy, max_steps=1)
-    environment, threads = copy.deepcopy(dict(os.environ)), set(threading.enumerate())
-    trainer.fit(_Trained(), DataLoader(_inputs(), batch_size=1))  # type: ignore[arg-type]
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    trainer.fit(_Trained(), DataLoader(inputs(), batch_size=1))  # type: ignore[arg-type]
     deadline = time.monotonic() + 60
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -405,8 +363,9 @@ def _left(rank: int, world: int, name: str) -> tuple[set[str], list[str]]:
     return changed | (environment.keys() - os.environ.keys()), [thread.name for thread in left]
 
 
-@pytest.mark.parametrize("name", ["ContextParallelStrategy", "ContextParallelFSDPStrategy"])
-def test_the_trainer_leaves_no_thread_and_the_environment_as_it_was(run_ranks: RankPool, name: str) -> None:
-    for changed, threads in run_ranks(2, _left, name, init=False):
+@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+@pytest.mark.default(1)
+def test_the_trainer_leaves_no_thread_and_the_environment_as_it_was(run_ranks: RankPool, kind: str) -> None:
+    for changed, threads in run_ranks(2, _left, kind, init=False):
         assert changed <= {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"}  # Lightning's own
         assert not threads

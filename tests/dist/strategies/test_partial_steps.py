@@ -1,4 +1,4 @@
-"""Modules that run in some steps only, and alternating `requires_grad`: as in one process, or refused on every rank."""
+"""Modules that run in some steps only, take turns or alternate `requires_grad`: as in one process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
+from lightning_cp.callbacks import EMACallback
+from tests.dist.lightning_ranks import BY_PLAN, QUIET, STRATEGIES, distance, fabric_of, flat, trainer_of
+from tests.dist.module import Mixed, inputs
 from tests.dist.plain import Plain
-from tests.dist.strategies.test_initial_weights import BY_PLAN, STRATEGIES, inputs
 from tests.harness import RankPool
-from tests.harness.cases import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 5
@@ -23,19 +24,17 @@ STEPS = 5
 class Two(LightningModule):
     """Two transformers, of which each backward trains one; `how` they take turns."""
 
-    def __init__(self, how: str, kind: type[nn.Module] = Plain) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
-        self.first, self.second, self.how = kind(), kind(), how
+        self.first, self.second, self.how = Plain(), Plain(), how
         if "frozen" in how:
             self.second.requires_grad_(requires_grad=False)
 
-    def losses(self, model: Any) -> Tensor:
-        out: Tensor = getattr(self, model)(inputs())[0]
+    def forward(self, name: str) -> Tensor:
+        out: Tensor = getattr(self, name)(inputs())[0]
         return out.square().mean()
-
-    forward = losses
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(x.parameters(), lr=0.01, eps=1e-4) for x in (self.first, self.second)]
@@ -57,80 +56,122 @@ class Two(LightningModule):
             elif self.how != "plain":
                 self.take_turn(name)
             optimizers[name].zero_grad()
-            self.manual_backward(self.losses(name))
+            self.manual_backward(self(name))
             optimizers[name].step()
             if self.how == "toggle":
                 self.untoggle_optimizer(optimizers[name])
 
 
-def distance(trained: nn.Module, how: str) -> float:
-    """Relative distance of the weights from those of one process without a strategy."""
-    model, start = Two(how).requires_grad_(requires_grad=True), flat(Two(how))
-    optimizers = dict(zip(("first", "second"), model.configure_optimizers(), strict=True))
-    for step in range(STEPS):
-        for name in model.turns(step):
-            optimizers[name].zero_grad()
-            model.losses(name).backward()
-            optimizers[name].step()
-    assert float((flat(model) - start).norm() / start.norm()) > 1e-2, "training moves the weights"
-    return float((flat(trained) - flat(model)).norm() / flat(model).norm())
-
-
-def _trainer(rank: int, world: int, kind: str, how: str, ring: int) -> float:
-    """Distance from one process."""
-    model = Two(how)
-    data: Any = [0] * STEPS * world
-    trainer = trainer_of(
-        rank,
-        world,
-        STRATEGIES["trainer", kind](ring=ring, **BY_PLAN),
-        max_steps=-1,
-        max_epochs=1,
-        limit_train_batches=STEPS,
-    )
-    trainer.fit(model, DataLoader(data))
-    return distance(model, how)
-
-
-def _fabric(rank: int, world: int, kind: str, how: str, ring: int) -> float:
-    """The same with Fabric; turns are taken between steps."""
-    fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=ring, **BY_PLAN))
-    model = Two(how)
+def _take_turns(rank: int, world: int, flavour: str, kind: str, how: str, ring: int) -> Tensor:
+    """Train with the Trainer, or with Fabric; there, turns are taken between steps."""
+    model, strategy = Two(how), STRATEGIES[flavour, kind](ring=ring, **BY_PLAN)
+    if flavour == "trainer":
+        data: Any = [0] * STEPS * world
+        trainer_of(rank, world, strategy, max_epochs=1, limit_train_batches=STEPS).fit(model, DataLoader(data))
+        return flat(model)
+    fabric = fabric_of(rank, world, strategy)
     model.automatic_optimization = True  # Fabric does not know it
     wrapped: Any
-    wrapped, *ready = fabric.setup(model, *model.configure_optimizers())
-    optimizers: Any = dict(zip(("first", "second"), ready, strict=True))
+    wrapped, *optimizers = fabric.setup(model, *model.configure_optimizers())
     for step in range(STEPS):
         for name in model.turns(step):
             if how != "plain":
                 model.take_turn(name)
-            optimizers[name].zero_grad()
+            optimizer: Any = optimizers[name == "second"]
+            optimizer.zero_grad()
             fabric.backward(wrapped(name))
-            optimizers[name].step()
-    return distance(model, how)
+            optimizer.step()
+    return flat(model)
 
 
-CASES = [
-    (_trainer, (2, 2), "cp", "requires_grad"),
-    *(
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in pairwise(
-            (_trainer, _fabric),
-            ((3, 3), (4, 2)),
-            ("cp", "cp_fsdp"),
-            ("plain", "requires_grad", "toggle", "frozen"),
-            valid=lambda runner, _, kind, how: (
-                (runner is _trainer or how != "toggle")
-                and (kind == "cp_fsdp" or how != "frozen")  # DDP refuses it: test_trained_weights.py
-            ),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("runner", "ranks", "kind", "how"), CASES)
+@pytest.mark.parametrize(
+    ("flavour", "world", "ring", "kind", "how"),
+    [  # DDP refuses frozen weights that begin to train: test_trained_weights.py
+        ("trainer", 2, 2, "cp", "requires_grad"),
+        ("trainer", 3, 3, "cp", "toggle"),
+        ("trainer", 4, 2, "cp_fsdp", "frozen"),
+        ("trainer", 4, 2, "cp", "plain"),
+        ("trainer", 3, 3, "cp_fsdp", "toggle"),
+        ("fabric", 4, 2, "cp", "requires_grad"),
+        ("fabric", 3, 3, "cp_fsdp", "plain"),
+        ("fabric", 3, 3, "cp_fsdp", "frozen"),
+    ],
+)
+@pytest.mark.default(1)
 def test_transformers_that_take_turns_train_as_in_one_process(
-    runner: Any, ranks: tuple[int, int], kind: str, how: str, run_ranks: RankPool
+    run_ranks: RankPool, flavour: str, world: int, ring: int, kind: str, how: str
 ) -> None:
-    for found in run_ranks(ranks[0], runner, kind, how, ranks[1], init=False):
-        assert found < 1e-5
+    model, start = Two(how).requires_grad_(requires_grad=True), flat(Two(how))
+    optimizers = model.configure_optimizers()
+    for step in range(STEPS):
+        for name in model.turns(step):
+            optimizers[name == "second"].zero_grad()
+            model(name).backward()
+            optimizers[name == "second"].step()
+    assert distance(flat(model), start) > 1e-2, "training moves the weights"
+    for found in run_ranks(world, _take_turns, flavour, kind, how, ring, init=False):
+        assert distance(found, flat(model)) < 1e-5
+
+
+class _Turns(LightningModule):
+    """As in a GAN: a critic that trains in each step, and a generator in every second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = Mixed(0), Mixed(1)
+        self.validated: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        judged: Tensor = self.critic(F.pad(x, (0, 13)))
+        return judged
+
+    def _step(self, optimizer: Any, loss: Any) -> None:
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(0.1 * loss().square().mean())
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+    def training_step(self, x: Tensor, index: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        self._step(of_critic, lambda: self.critic(x) - self(self.generator(x).detach()))
+        if index % 2:
+            self._step(of_generator, lambda: self(self.generator(x)))
+
+    def validation_step(self, x: Tensor, index: int) -> None:
+        self.validated.append(flat(self))
+        self.generator.plain.requires_grad_(requires_grad=False)  # as disable_adapters and enable_adapters
+        self(self.generator(x))
+        self.generator.plain.requires_grad_(requires_grad=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(x.parameters(), lr=0.5) for x in (self.generator, self.critic)]
+
+
+def _fit(rank: int, world: int, kind: str | None, settings: dict[str, Any]) -> list[Tensor]:
+    """Return the weights, their average, and the averages of the validations."""
+    module, average = _Turns(), EMACallback(0.5)
+    setup: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 3, "callbacks": [average]}
+    if kind is None:
+        trainer = Trainer(accelerator="cpu", devices=1, **QUIET, **setup)
+    else:
+        trainer = trainer_of(rank, world, STRATEGIES["trainer", kind](ring=world, **BY_PLAN, **settings), **setup)
+    loader = DataLoader([inputs()[0]] * 6, batch_size=1)  # type: ignore[arg-type]
+    trainer.fit(module, loader, loader)
+    own = flat(module)
+    with average.averaged(trainer, module):
+        return [own, flat(module), *module.validated]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("cp_fsdp", {"reshard_after_forward": False}), ("cp_fsdp", {}), ("cp", {})]
+)
+@pytest.mark.full
+def test_a_critic_and_its_generator_train_and_are_averaged_as_in_one_process(
+    run_ranks: RankPool, kind: str, settings: dict[str, Any]
+) -> None:
+    expected = _fit(0, 1, None, {})
+    for found in run_ranks(3, _fit, kind, settings, init=False):
+        for one, right in zip(found, expected, strict=True):
+            assert distance(one, right) < 1e-5

@@ -13,16 +13,12 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_cp import fabric as for_fabric
-from lightning_cp import pytorch as for_trainer
-from tests.dist.lightning_ranks import everyones, fabric_of, trainer_of
-from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, everyones, fabric_of, trainer_of
+from tests.dist.plain import Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-full = pytest.mark.full
 SAMPLES = 12
-STRATEGIES = {"cp": "ContextParallelStrategy", "cp_fsdp": "ContextParallelFSDPStrategy"}
 
 
 class Counts(LightningModule):
@@ -54,7 +50,7 @@ def data() -> Tensor:
 
 
 def _of_trainer(rank: int, world: int, kind: str, ring: int) -> tuple[dict[str, float], list[list[int]], float]:
-    strategy = getattr(for_trainer, STRATEGIES[kind])(ring=ring, plans={Plain: PLAIN_PLAN})
+    strategy = STRATEGIES["trainer", kind](ring=ring, **BY_PLAN)
     monitor = ThroughputMonitor(batch_size_fn=len, window_size=2)
     trainer = trainer_of(rank, world, strategy, callbacks=[monitor])
     module = Counts()
@@ -69,15 +65,7 @@ def _of_trainer(rank: int, world: int, kind: str, ring: int) -> tuple[dict[str, 
     return per_rank, module.gathered.tolist(), float(throughput.world_size)
 
 
-@pytest.mark.parametrize(
-    ("world", "ring", "kind"),
-    [
-        (3, 3, "cp"),
-        (4, 2, "cp"),
-        pytest.param(4, 2, "cp_fsdp", marks=full),
-        pytest.param(2, 1, "cp", marks=full),
-    ],
-)
+@pytest.mark.parametrize(("world", "ring", "kind"), [(3, 3, "cp"), (4, 2, "cp_fsdp"), (2, 1, "cp")])
 @pytest.mark.default(1)
 def test_the_trainers_sums_and_metrics_count_samples(run_ranks: RankPool, world: int, ring: int, kind: str) -> None:
     groups = world // ring
@@ -97,7 +85,7 @@ def test_the_trainers_sums_and_metrics_count_samples(run_ranks: RankPool, world:
 
 
 def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
-    fabric = fabric_of(rank, world, for_fabric.ContextParallelStrategy(ring=ring, plans={Plain: PLAIN_PLAN}))
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=ring, **BY_PLAN))
     group = fabric.strategy.data_rank
     metric = torchmetrics.SumMetric()
     metric.update(1.0 + group)

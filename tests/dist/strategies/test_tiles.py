@@ -9,20 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.finetune.settings import LoraSettings
 from lightning_cp.plans import Plan, split
 from tests.dist.compare import nothing_narrowed
-from tests.dist.lightning_ranks import fabric_of, whole
+from tests.dist.lightning_ranks import STRATEGIES, distance, fabric_of, whole
 from tests.dist.plain import Plain
 from tests.harness import RankPool
 from tests.models import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STRATEGIES = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParallelFSDPStrategy}
 ADAPTERS: dict[str, Any] = {"lora": {}, "dora": {"dora": True}, "lokr": {"lokr": 2}}
-full = pytest.mark.full
 
 
 def _model(adapters: str = "") -> Any:
@@ -69,30 +66,25 @@ def _error(
         for factor in factors:
             _loss(reference, factor).backward()
         expected = _gradients(reference)
-        fabric = fabric_of(rank, world, STRATEGIES[strategy](ring=world, mlp_tiles=3))
+        fabric = fabric_of(rank, world, STRATEGIES["fabric", strategy](ring=world, mlp_tiles=3))
         found = _trained(_model(adapters), fabric, factors, checkpointing)
-    return float((found - expected).norm() / expected.norm())
+    return distance(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "adapters", "checkpointing"),
+    ("strategy", "adapters", "checkpointing", "factors"),
     [
-        ("cp_fsdp", "", True),
-        pytest.param("cp", "", False, marks=full),
-        pytest.param("cp_fsdp", "lora", True, marks=full),
-        pytest.param("cp", "dora", True, marks=full),
-        pytest.param("cp_fsdp", "lokr", False, marks=full),
+        ("cp_fsdp", "", True, (1.0, 0.5, 2.0)),
+        ("cp", "lora", True, (1.0, 0.5, 2.0)),
+        ("cp", "dora", True, (1.0,)),
+        ("cp_fsdp", "lokr", False, (1.0,)),
     ],
 )
-def test_gradients_are_exact(run_ranks: RankPool, strategy: str, adapters: str, checkpointing: bool) -> None:
-    errors = run_ranks(3, _error, strategy, adapters, checkpointing, (1.0,))
-    assert max(errors) < 1e-12, errors
-
-
-@full
-@pytest.mark.parametrize(("strategy", "adapters"), [("cp", "lora"), ("cp_fsdp", "")])
-def test_accumulated_gradients_are_exact(run_ranks: RankPool, strategy: str, adapters: str) -> None:
-    errors = run_ranks(3, _error, strategy, adapters, True, (1.0, 0.5, 2.0))
+@pytest.mark.default(1)
+def test_gradients_are_exact(
+    run_ranks: RankPool, strategy: str, adapters: str, checkpointing: bool, factors: tuple[float, ...]
+) -> None:
+    errors = run_ranks(3, _error, strategy, adapters, checkpointing, factors)
     assert max(errors) < 1e-12, errors
 
 
@@ -103,15 +95,15 @@ def _in_bfloat16(rank: int, world: int, strategy: str) -> tuple[float, float]:
         _loss(reference, 1.0).backward()
     errors = []
     for tiles in (None, 3):
-        settings = STRATEGIES[strategy](ring=world, mlp_tiles=tiles)
+        settings = STRATEGIES["fabric", strategy](ring=world, mlp_tiles=tiles)
         fabric = fabric_of(rank, world, settings, precision="bf16-mixed")
         found = _trained(_model().float(), fabric, (1.0,))
-        errors.append(float((found - _gradients(reference)).norm() / _gradients(reference).norm()))
+        errors.append(distance(found, _gradients(reference)))
     return errors[0], errors[1]
 
 
-@full
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["cp", "cp_fsdp"])
 def test_mixed_precision_is_as_exact_as_without_tiles(run_ranks: RankPool, strategy: str) -> None:
     for alone, tiled in run_ranks(2, _in_bfloat16, strategy):
         assert 1e-4 < tiled < 1.1 * alone < 0.05
@@ -140,7 +132,7 @@ def _slopes(rank: int, world: int) -> tuple[float, float]:
     return float((weight.grad * direction).sum()) / world, (losses[0] - losses[1]) / (2 * step)
 
 
-@full
+@pytest.mark.full
 def test_dropout_drops_the_same_in_backward(run_ranks: RankPool) -> None:
     for gradient, difference in run_ranks(3, _slopes):
         assert gradient == pytest.approx(difference, rel=1e-6)
@@ -180,7 +172,7 @@ def _own(rank: int, world: int) -> tuple[float, int]:
     output.square().mean().backward()
     found = _gradients(model)
     torch.distributed.all_reduce(found)
-    return float((found / world - expected).norm() / expected.norm()), in_forward
+    return distance(found / world, expected), in_forward
 
 
 def test_feed_forwards_that_a_plan_names_are_tiled(run_ranks: RankPool) -> None:

@@ -12,18 +12,14 @@ from lightning_cp.data import EndlessLoader
 from lightning_cp.errors import DataError
 from tests.e2e.recipe import SMALL, error_of, run
 
-full = pytest.mark.full
-
 
 @pytest.mark.parametrize(
     ("settings", "share", "rank"),
     [
         ("strategy=cp ring=2", 12, 1),
-        pytest.param("strategy=cp ring=2 trainer=lightning", 12, 1, marks=full),
-        pytest.param("strategy=cp ring=3 trainer=lightning", 12, 0, marks=full),
-        pytest.param("strategy=cp_fsdp data_parallel=2 num_workers=1", 6, 0, marks=full),
-        pytest.param("", 12, 0, marks=full),
-        pytest.param("trainer=lightning num_workers=1", 12, 0, marks=full),
+        ("strategy=cp ring=3 trainer=lightning", 12, 0),
+        ("strategy=cp_fsdp data_parallel=2 num_workers=1", 6, 0),
+        ("trainer=lightning num_workers=1", 12, 0),
     ],
 )
 @pytest.mark.full
@@ -38,7 +34,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
     assert "Trained" not in finished.stdout
 
 
-@full
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

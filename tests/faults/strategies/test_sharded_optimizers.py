@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Adafactor, Muon, Rprop
 
-from tests.dist.lightning_ranks import fabric_of
-from tests.dist.strategies.test_initial_weights import STRATEGIES
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of
 from tests.harness import RankPool
 
 CASES: dict[str, tuple[Any, int, str]] = {  # optimizer, rows, error at three ranks

@@ -11,16 +11,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_cp import fabric as for_fabric
-from lightning_cp import pytorch as for_trainer
 from lightning_cp.errors import DataError
-from tests.dist.lightning_ranks import fabric_of, trainer_of
-from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, fabric_of, trainer_of
+from tests.dist.plain import Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-full = pytest.mark.full
-STRATEGIES = {"cp": "ContextParallelStrategy", "cp_fsdp": "ContextParallelFSDPStrategy"}
 
 
 class Sized(Dataset[Tensor]):
@@ -87,7 +83,7 @@ def _of_trainer(
     rank: int, world: int, kind: str, ring: int, what: str, data: str, counts: list[int], limit: int | None = None
 ) -> Any:
     """The error, or None, and the steps before it."""
-    strategy = getattr(for_trainer, STRATEGIES[kind])(ring=ring, plans={Plain: PLAIN_PLAN})
+    strategy = STRATEGIES["trainer", kind](ring=ring, **BY_PLAN)
     limits: dict[str, Any] = {"limit_val_batches": 0} if what == "fit" else {}
     trainer = trainer_of(rank, world, strategy, max_epochs=1, use_distributed_sampler=False, **limits)
     if limit is not None:
@@ -110,12 +106,12 @@ _ENDED = "the data loader ended after 2 batches on rank 0, but rank {} has more.
     [
         (3, 1, "cp", "fit", "stream", _ENDED, 1),
         (4, 2, "cp", "fit", "sized", _LENGTHS, 0),
-        pytest.param(4, 2, "cp", "fit", "overstated", _ENDED, 2, marks=full),
-        pytest.param(2, 1, "cp_fsdp", "fit", "stream", _ENDED, 1, marks=full),
         (2, 1, "cp_fsdp", "validate", "sized", _LENGTHS, 0),
-        pytest.param(4, 2, "cp_fsdp", "validate", "stream", _ENDED, 1, marks=full),
+        (4, 2, "cp", "fit", "overstated", _ENDED, 2),
+        (4, 2, "cp_fsdp", "validate", "stream", _ENDED, 1),
     ],
 )
+@pytest.mark.default(3)
 def test_unequal_batches_are_an_error_on_all_ranks(
     run_ranks: RankPool, world: int, ring: int, kind: str, what: str, data: str, error: str, steps: int
 ) -> None:
@@ -134,7 +130,7 @@ def test_equal_batches_train_and_whole_weights_may_be_evaluated_on_unequal_ones(
 
 def _of_fabric(rank: int, world: int) -> list[str]:
     """Errors of two epochs, and of a generator of batches: that of the second rank ends earlier."""
-    fabric = fabric_of(rank, world, for_fabric.ContextParallelStrategy(ring=world, plans={Plain: PLAIN_PLAN}))
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=world, **BY_PLAN))
     fabric.setup(Plain())
     loader = fabric.setup_dataloaders(DataLoader(Stream(3 - (rank == 1)), batch_size=None, num_workers=rank % 2))
     found = []
@@ -154,7 +150,7 @@ def test_context_peers_with_unequal_streams_under_fabric(run_ranks: RankPool) ->
 
 def _alone(rank: int, world: int) -> tuple[int, int, str]:
     """Batches of a sized loader that one rank reads alone, then of all ranks; an error with streams."""
-    fabric = fabric_of(rank, world, for_fabric.ContextParallelStrategy(ring=1, plans={Plain: PLAIN_PLAN}))
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=1, **BY_PLAN))
     first, second = Sized(4), Sized(5)
     loaders: Any = fabric.setup_dataloaders(
         *(DataLoader(one, batch_size=None) for one in (first, second)), use_distributed_sampler=False

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_cp import fabric as for_fabric
-from lightning_cp import pytorch as for_trainer
 from lightning_cp.errors import PeerMismatchError
-from tests.dist.lightning_ranks import fabric_of, trainer_of
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of, trainer_of
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
 
@@ -43,7 +41,7 @@ CASES: dict[str, Any] = {
 
 
 def _set_up(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[str]:
-    fabric = fabric_of(rank, world, getattr(for_fabric, kind)(**degrees))
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](**degrees))
     messages = []
     for first, other, _ in CASES.values():
         model = nn.Linear(2, 2)
@@ -58,11 +56,12 @@ def _set_up(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[s
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        ("ContextParallelStrategy", {"ring": 3}),
-        pytest.param("ContextParallelStrategy", {}, marks=pytest.mark.full),  # data groups
-        pytest.param("ContextParallelFSDPStrategy", {"ulysses": 3}, marks=pytest.mark.full),
+        ("cp", {"ring": 3}),
+        ("cp", {}),  # data groups
+        ("cp_fsdp", {"ulysses": 3}),
     ],
 )
+@pytest.mark.default(1)
 def test_unequal_optimizers_are_an_error_at_set_up(run_ranks: RankPool, kind: str, degrees: dict[str, int]) -> None:
     for messages in run_ranks(3, _set_up, kind, degrees, init=False):
         for message, (_, _, expected) in zip(messages, CASES.values(), strict=True):
@@ -88,7 +87,7 @@ class _Scheduled(TrainsWan):
 
 def _fit(rank: int, world: int, at_once: bool) -> tuple[str, int]:
     module = _Scheduled(at_once=at_once)
-    trainer = trainer_of(rank, world, for_trainer.ContextParallelStrategy(ring=world), max_steps=12)
+    trainer = trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=world), max_steps=12)
     with pytest.raises(PeerMismatchError) as error:
         trainer.fit(module, torch.utils.data.DataLoader(Clips(24), batch_size=2))
     return str(error.value), module.steps
@@ -103,13 +102,11 @@ def test_a_trainer_finds_unequal_optimizers_and_schedules(run_ranks: RankPool) -
 
 
 def _unequal_settings(rank: int, world: int, settings: dict[str, Any]) -> str:
-    kinds = (for_fabric.ContextParallelStrategy, for_fabric.ContextParallelFSDPStrategy)
-    kind = kinds[settings.pop("sharded", False) and rank == world - 1]
-    try:
-        fabric_of(rank, world, kind(**(settings if rank == world - 1 else {})))
-    except PeerMismatchError as error:
-        return str(error)
-    return "nothing was refused"
+    is_last = rank == world - 1
+    kind = "cp_fsdp" if settings.pop("sharded", False) and is_last else "cp"
+    with pytest.raises(PeerMismatchError) as error:
+        fabric_of(rank, world, STRATEGIES["fabric", kind](**(settings if is_last else {})))
+    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import StrategySettings
+from tests.dist.lightning_ranks import STRATEGIES
 from tests.dist.plain import PLAIN_PLAN, Plain
 
 
@@ -95,12 +96,22 @@ def test_the_strategies_and_conf_have_the_settings_with_the_same_defaults() -> N
         ({"stall_s": math.nan}, "stall_s=nan must be"),
         ({"check_peers": "no"}, "check_peers='no' must be one of sampled, first, always, off"),
         ({"ring": 0}, "ring=0 must be at least 1"),
+        ({"ulysses": 1.5}, "ulysses=1.5"),
         ({"rotate_method": "ring"}, "rotate_method='ring' must be one of allgather, alltoall, grid"),
+        ({"kernel": "magic"}, "kernel='magic'"),
+        ({"data_parallel": 0}, "data_parallel=0"),
+        ({"rings": 2}, "Strategy has no setting 'rings': did you mean 'ring'"),
+        ({"plans": ["Plain"]}, r"plans=\['Plain'\] must be a dict"),
+        ({"modules": "transformer"}, "modules='transformer' must be a list"),
+        ({"replicate": 0}, "replicate=0"),
+        ({"bucket_cap_mb": 1}, "bucket_cap_mb"),
     ],
 )
 def test_a_bad_setting_is_refused_when_the_strategy_is_built(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ContextParallelStrategy(**setting)
+    for (_, kind), strategy in STRATEGIES.items():
+        if kind == "cp_fsdp" or not {"replicate", "bucket_cap_mb"} & setting.keys():  # DDP takes or passes these
+            with pytest.raises((ValueError, TypeError), match=message):
+                strategy(**setting)
 
 
 def test_the_stall_watchdog_can_be_off_or_wait_for_ever() -> None:
