@@ -3,8 +3,8 @@
     lightning-cp bench
     lightning-cp bench bench=quick
 
-`bench` chooses the settings, which name their program: modes, sparse masks, data, one GPU, or long clips. `--help`
-lists them. The results are in the run directory. The programs are in `recipes/benchmarks`, which a wheel has not.
+`bench` chooses the settings, which name their program: modes, sparse masks, or one GPU. `--help` lists them. The
+results are in the run directory. The programs are in `recipes/benchmarks`, which a wheel has not.
 """
 
 import sys
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.recipes.runs.command import command
 
-PROGRAMS = ("modes", "sparse", "data", "gpu.run", "long_clips.run")
+PROGRAMS = ("modes", "sparse", "gpu.run")
 
 
 @command("bench", "bench")

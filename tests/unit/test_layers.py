@@ -46,7 +46,7 @@ LAYERS = (
 )
 MAX_LINES = {
     "attention": 4550,
-    "benchmarks": 3620,
+    "benchmarks": 2850,
     "callbacks": 410,
     "checkpoint": 1430,
     "comm": 1380,
@@ -61,7 +61,7 @@ MAX_LINES = {
     "planning": 2210,
     "plans": 2360,
     "root": 1790,
-    "recipes": 8359,
+    "recipes": 8350,
     "sampling": 210,
     "strategies": 3170,
     "training": 520,

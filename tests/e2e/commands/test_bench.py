@@ -72,20 +72,6 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
     _assert_attention_sends_what_it_should(by_name, tmp_path)
 
 
-@pytest.mark.full
-def test_loading_and_precompute_are_measured(tmp_path: Path) -> None:
-    done = _bench(tmp_path, "bench=data", "repeats=2", "seconds=0", "data.files=1", settings=())
-    assert done.returncode == 0, done.stderr
-    by_name = _rows(tmp_path)
-    subjects = ("training steps, 0 workers", "training steps, 2 workers", "precompute, pictures", "precompute, clips")
-    for subject in subjects:
-        row = by_name["data", subject]
-        assert not row.get("refused"), row["refused"]
-        assert 0 < float(row["waited"]) < 1
-        assert float(row["samples_per_s"]) == pytest.approx(1 / float(row["median_s"])), "one sample or file at a time"
-    assert float(by_name["data", "precompute, captions"]["samples_per_s"]) > 0
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

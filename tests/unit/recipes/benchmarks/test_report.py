@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from lightning_cp.recipes.benchmarks import data, modes, sparse
+from lightning_cp.recipes.benchmarks import modes, sparse
 from lightning_cp.recipes.benchmarks.links import check_links
 from lightning_cp.recipes.benchmarks.measure import Figures
 from lightning_cp.recipes.benchmarks.plots import colours, draw_workload
@@ -93,43 +92,6 @@ def test_each_curve_has_its_own_colour_and_noisy_times_are_marked(
     assert hollow == [512, 1024]  # only ring's spread is above 30 %
     assert lines.get_title() == "1 rank: time, × limit (hollow: spread above 30 %)"
     assert [text.get_text() for text in bars.texts if "spread" in text.get_text()] == ["0.25 (spread 78 %)"]
-
-
-def test_waiting_is_a_ratio_of_medians_and_samples_are_counted_at_the_median() -> None:
-    steps = data.data_figures(2, [1.0, 3.0, 2.0], [0.1, 0.5, 0.9])
-    assert steps == {"best_s": 1.0, "median_s": 2.0, "spread": 1.0, "samples_per_s": 1.0, "waited": 0.25}
-    captions = data.data_figures(8, [4.0, 4.0, 4.0, 8.0], [])
-    assert (captions["samples_per_s"], "waited" in captions) == (2.0, False)
-    rows = [
-        {"subject": "steps", **steps},
-        {"subject": "captions", **captions},
-        {"subject": "x", "refused": "no | codec"},
-    ]
-    assert cells_of(rows, data._COLUMNS) == [
-        ["steps", "1000.0", "2000.0", "100 %", "1.00", "25.0 %"],
-        ["captions", "4000.0", "4000.0", "100 %", "2.00", "–"],
-        ["x", "no / codec", "", "", "", ""],
-    ]
-
-
-def test_only_the_time_between_samples_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def encode(x: int) -> int:
-        now[0] += 5.0
-        return x + 1
-
-    clock = data._Clock()
-    for _ in range(2):
-        clock.start()
-        for wait in (1.0, 0.25):
-            now[0] += wait  # the file is read
-            assert clock.around(encode, (1,), {}) == 2
-            now[0] += 0.5  # the sample is written
-            clock.finished(1)
-        assert clock.waited_s == pytest.approx(1.25)
-        assert clock.elapsed_s == pytest.approx(1.25 + 2 * 5.5)
 
 
 def test_one_rank_is_singular() -> None:
