@@ -18,6 +18,7 @@ from lightning_cp.comm.stats import STATS
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.reference import max_error, softmax_attention
 
 HEADS, D, BATCH = 4, 6, 2
@@ -146,26 +147,24 @@ def _compared(rank: int, world: int, case: Case) -> tuple[float, float]:
     return out, worst
 
 
-MODES = (
-    *(
-        {"ring": 2},
-        {"ring": 3},
-        {"ring": 3, "rotate": "alltoall"},
-        {"ring": 1, "ulysses": 2},
-        {"ring": 1, "ulysses": 3},
-    ),
-    *({"ring": 2, "ulysses": 2}, {"ring": 2, "ulysses": 2, "rotate": "alltoall"}, {"ring": 4}),
+MODES: tuple[dict[str, Any], ...] = (
+    {"ring": 3},
+    {"ring": 3, "rotate": "alltoall"},
+    {"ring": 1, "ulysses": 3},
+    {"ring": 2, "ulysses": 2},
+    {"ring": 2, "ulysses": 2, "rotate": "alltoall"},
     {"ring": 4, "rotate": "grid"},
+    {"ring": 4},
 )
 _CHANGES: tuple[dict[str, Any], ...] = (
     *({"mask": "block"}, {"trained": "all"}, {"mask": "query", "no_grad": torch.inference_mode}),
     *({"trained": "checkpointed", "kv_heads": 2}, {"trained": "all", "window": None, "sinks": 0, "mask": "block"}),
 )
-CASES = [Case(**mode, **_CHANGES[(i + j) % 5]) for i, mode in enumerate(MODES) for j in (0, 2)]
-DEFAULT = Case(trained="all", mask="query", kv_heads=2)
+CASES = [Case(**mode, **change) for mode, change in in_turn(MODES, _CHANGES)]
 
 
-@pytest.mark.parametrize("case", [DEFAULT, *(pytest.param(case, marks=pytest.mark.full) for case in CASES)])
+@pytest.mark.parametrize("case", [Case(trained="all", mask="query", kv_heads=2), *CASES])
+@pytest.mark.default(1)
 def test_a_rollout_is_that_of_one_process_and_so_are_its_gradients(run_ranks: RankPool, case: Case) -> None:
     for out, gradient in run_ranks(case.ring * case.ulysses, _compared, case):
         assert out < 1e-12
@@ -180,7 +179,7 @@ def _rounded(rank: int, world: int, case: Case) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES[1::3], ids=str)
+@pytest.mark.parametrize("mode", MODES[::3], ids=str)
 def test_bfloat16_errs_as_in_one_process(run_ranks: RankPool, mode: dict[str, Any]) -> None:
     case = Case(**mode, dtype=torch.bfloat16)
     for ratios in run_ranks(case.ring * case.ulysses, _rounded, case):
@@ -195,7 +194,8 @@ def _counted(rank: int, world: int, rotate: str) -> tuple[list[int], int, int]:
     return sent, cache.key.shape[1], cache._room.num_bytes
 
 
-@pytest.mark.parametrize("rotate", ["allgather", pytest.param("alltoall", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.default(1)
 def test_only_the_keys_of_the_window_are_sent_and_a_rank_keeps_its_share(run_ranks: RankPool, rotate: str) -> None:
     token = 2 * BATCH * HEADS * D * 8  # bytes of a key and a value
     for sent, keys, room in run_ranks(3, _counted, rotate):

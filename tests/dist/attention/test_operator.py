@@ -17,9 +17,7 @@ from lightning_cp.mesh import groups
 from lightning_cp.mesh.groups import groups_for
 from tests.dist.problems import Problem, cut, laid_out, local_mask, whole
 from tests.harness import RankPool
-from tests.harness.cases import full_unless
-
-MODES = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3)]
+from tests.reference import max_error
 
 
 def _inputs(problem: Problem, rank: int) -> tuple[list[Tensor], Tensor | None]:
@@ -55,14 +53,13 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate", "layout"),
-    full_unless(
-        lambda world, ring, ulysses, rotate, layout: (world, ring, layout) == (3, 3, "transposed"),
-        [
-            (*mode, layout)
-            for mode in (*((*degrees, "allgather") for degrees in MODES), (4, 4, 1, "grid 2x2"))
-            for layout in ("contiguous", "transposed")
-        ],
-    ),
+    [
+        (1, 1, 1, "allgather", "contiguous"),
+        (3, 3, 1, "allgather", "transposed"),
+        (3, 1, 3, "allgather", "contiguous"),
+        (3, 1, 3, "allgather", "transposed"),
+        (4, 4, 1, "grid 2x2", "contiguous"),
+    ],
 )
 @pytest.mark.full
 def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, layout: str) -> None:
@@ -74,8 +71,8 @@ def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int
         run_ranks(world, _opcheck, problem, tests, timeout_s=120)
 
 
-def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
-    """Two independent attentions and something around them, compiled and eager: the same numbers."""
+def _compiled(rank: int, world: int, problem: Problem, backend: str) -> list[float]:
+    """Differences of two independent attentions and something around them, compiled and eager; of gradients, too."""
     config = problem.config
     groups = groups_for(config).name
     lengths = (list(problem.q_lengths), list(problem.kv_lengths))
@@ -94,18 +91,16 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
     expected_grads = torch.autograd.grad((expected * weight).sum(), inputs)
     actual = torch.compile(block, backend=backend, fullgraph=True)(*inputs, mask)
     grads = torch.autograd.grad((actual * weight).sum(), inputs)
-    for mine, theirs in zip((actual, *grads), (expected, *expected_grads), strict=True):
-        assert torch.allclose(mine, theirs, rtol=0, atol=1e-11)
+    pairs = zip((actual, *grads), (expected, *expected_grads), strict=True)
+    return [max_error(mine.detach(), theirs.detach()) for mine, theirs in pairs]
 
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
     [
-        pytest.param(2, 2, 1, "allgather", marks=pytest.mark.full),
-        pytest.param(2, 1, 2, "allgather", marks=pytest.mark.full),
         (3, 3, 1, "alltoall"),
         (3, 1, 3, "allgather"),
-        pytest.param(4, 2, 2, "alltoall", marks=pytest.mark.full),
+        (4, 2, 2, "alltoall"),
         (4, 4, 1, "grid 2x2"),
     ],
 )
@@ -115,21 +110,20 @@ def test_a_compiled_function_gives_the_same_numbers(
 ) -> None:
     lengths = tuple(2 + i for i in range(world))
     problem = Problem(ring, ulysses, lengths, lengths, rotate, heads=6, kv_heads=2, mask="keys")
-    run_ranks(world, _compiled, problem, "aot_eager", timeout_s=120)
+    for errors in run_ranks(world, _compiled, problem, "aot_eager", timeout_s=120):
+        assert max(errors) < 1e-11
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES[1:])
-def test_a_function_compiled_by_inductor_gives_the_same_numbers(
-    run_ranks: RankPool, world: int, ring: int, ulysses: int
-) -> None:
-    lengths = tuple(2 + i for i in range(world))
+@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3)])
+def test_a_function_compiled_by_inductor_gives_the_same_numbers(run_ranks: RankPool, ring: int, ulysses: int) -> None:
     for mask in ("none", "keys", "rows"):
-        problem = Problem(ring, ulysses, lengths, lengths, heads=6, kv_heads=2, mask=mask)
-        run_ranks(world, _compiled, problem, "inductor", timeout_s=300)
+        problem = Problem(ring, ulysses, (2, 3, 4), (2, 3, 4), heads=6, kv_heads=2, mask=mask)
+        for errors in run_ranks(3, _compiled, problem, "inductor", timeout_s=300):
+            assert max(errors) < 1e-11
 
 
-def _checkpointed(rank: int, world: int) -> None:
+def _checkpointed(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     """Two forwards of different lengths are replayed before one backward: each with its own sizes and masks."""
     from torch.utils.checkpoint import checkpoint
 
@@ -146,15 +140,16 @@ def _checkpointed(rank: int, world: int) -> None:
     masks = [torch.rand(1, 1, 1, x.shape[1]) > 0.3 for x in xs]
     plain = torch.autograd.grad(sum(attend(x, m).square().sum() for x, m in zip(xs, masks)), xs)
     replayed = sum(checkpoint(attend, x, m, use_reentrant=False).square().sum() for x, m in zip(xs, masks))
-    for mine, theirs in zip(torch.autograd.grad(replayed, xs), plain, strict=True):
-        assert torch.equal(mine, theirs)
+    return list(zip(torch.autograd.grad(replayed, xs), plain, strict=True))
 
 
 def test_checkpointed_forwards_of_different_lengths_replay_each_with_its_own(run_ranks: RankPool) -> None:
-    run_ranks(3, _checkpointed)
+    for pairs in run_ranks(3, _checkpointed):
+        assert len(pairs) == 2
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def _first_call(rank: int, world: int) -> None:
+def _first_call(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """Build the process groups in a compiled function, and compare it with the eager one."""
     lengths, config = [3] * world, ContextParallelConfig(ring_degree=world)
     assert dist.group.WORLD is not None
@@ -165,10 +160,10 @@ def _first_call(rank: int, world: int) -> None:
         return context_parallel_attention(x * 2, x, x, parallel_config=config, q_lengths=lengths, kv_lengths=lengths)
 
     x = torch.randn(1, 3, 2, 4)
-    assert_close(torch.compile(attend, backend="eager")(x), attend(x))
+    return torch.compile(attend, backend="eager")(x), attend(x)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_first_call_may_be_compiled(run_ranks: RankPool, world: int) -> None:
-    run_ranks(world, _first_call, timeout_s=120)
+def test_the_first_call_may_be_compiled(run_ranks: RankPool) -> None:
+    for compiled, eager in run_ranks(3, _first_call, timeout_s=120):
+        assert_close(compiled, eager)

@@ -20,6 +20,7 @@ from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.fabric import ContextParallelFSDPStrategy
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.lightning_ranks import fabric_of, whole
+from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.models import TINY
 from tests.models.modes import MODES
@@ -34,15 +35,21 @@ MODELS = {
     "wan": ({"num_layers": 3}, 1),
     "qwen_image": ({"num_layers": 3}, 1),
     "flux": ({"num_layers": 2, "num_single_layers": 3}, 3),
+    "plain": ({}, 2),  # the first block gets a tensor without gradient
 }
-FULL = pytest.mark.full
 
 
 def _model(name: str) -> nn.Module:
+    if name == "plain":
+        torch.manual_seed(0)
+        return Plain().double()
     return replace(TINY[name], config={**TINY[name].config, **MODELS[name][0]}).build()
 
 
 def _arguments(name: str, text: int, samples: int) -> dict[str, Any]:
+    if name == "plain":
+        x = torch.randn(samples, text, 16, generator=torch.Generator().manual_seed(text), dtype=torch.float64)
+        return {"x": x}
     given = with_short_text(TINY[name].arguments(), text)
     return {key: x[:samples] if isinstance(x, Tensor) and "ids" not in key else x for key, x in given.items()}
 
@@ -76,13 +83,17 @@ def _of_ranks(rank: int, world: int, name: str, mode: str, samples: int, backend
     reference = _model(name)
     model: Any = copy.deepcopy(reference)
     if world > 1:
-        apply_context_parallel(model, MODES.get(mode, MODES["ring"])(world))
+        apply_context_parallel(model, MODES.get(mode, MODES["ring"])(world), PLAIN_PLAN if name == "plain" else None)
     if mode in ("replay", "selective"):
         how = selective_checkpoint if mode == "selective" else None
         model.train().enable_gradient_checkpointing(gradient_checkpointing_func=how)
     counter = CompileCounterWithBackend(backend)
-    compile_ = model.compile if mode == "whole" else model.compile_repeated_blocks
-    compile_(backend=counter, fullgraph=True, dynamic=dynamic)
+    if name == "plain":
+        for block in model.blocks:
+            block.compile(backend=counter, fullgraph=True, dynamic=dynamic)
+    else:
+        compile_ = model.compile if mode == "whole" else model.compile_repeated_blocks
+        compile_(backend=counter, fullgraph=True, dynamic=dynamic)
 
     def step(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
         out, gradients = outcome(model, arguments)
@@ -93,7 +104,7 @@ def _of_ranks(rank: int, world: int, name: str, mode: str, samples: int, backend
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["wan", "flux"])
 def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> None:
     ((graphs, error),) = run_ranks(1, _of_ranks, name, "ring", 2, "eager")
     kinds = MODELS[name][1]
@@ -104,15 +115,17 @@ def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("world", "name", "mode", "samples", "backend"),
     [
+        (3, "plain", "ring", 1, "eager"),
         (3, "wan", "ring", 1, "eager"),
-        pytest.param(3, "wan", "whole", 2, "eager", marks=FULL),
-        pytest.param(3, "wan", "selective", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "replay", 2, "aot_eager", marks=FULL),
-        pytest.param(4, "flux", "unified", 2, "aot_eager", marks=FULL),
-        pytest.param(4, "flux", "grid", 2, "aot_eager", marks=FULL),
-        pytest.param(2, "wan", "ring", 2, "inductor", marks=FULL),
+        (3, "wan", "whole", 2, "eager"),
+        (3, "wan", "selective", 2, "aot_eager"),
+        (3, "qwen_image", "replay", 2, "aot_eager"),
+        (4, "flux", "unified", 2, "aot_eager"),
+        (4, "flux", "grid", 2, "aot_eager"),
+        (2, "wan", "ring", 2, "inductor"),
     ],
 )
+@pytest.mark.default(1)
 def test_blocks_of_a_kind_share_one_graph_for_each_length(
     run_ranks: RankPool, world: int, name: str, mode: str, samples: int, backend: str
 ) -> None:
@@ -130,8 +143,8 @@ def test_blocks_of_a_kind_share_one_graph_for_each_length(
     ("world", "name", "mode", "samples", "backend"),
     [
         (3, "qwen_image", "ring", 1, "eager"),  # 7 tokens are not split evenly
-        pytest.param(3, "qwen_image", "selective", 1, "aot_eager", marks=FULL),
-        pytest.param(2, "qwen_image", "ring", 1, "inductor", marks=FULL),
+        (3, "qwen_image", "selective", 1, "aot_eager"),
+        (2, "qwen_image", "ring", 1, "inductor"),
     ],
 )
 def test_dynamic_shapes_need_the_same_graphs_for_all_lengths(
@@ -167,8 +180,8 @@ def _sharded(rank: int, world: int, checkpointing: bool) -> Counts:
     return _counts(counter, "wan", 2, lambda given: step(given, reference), lambda given: step(given, parallel))
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=FULL), pytest.param(True, marks=FULL)])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "checkpointing"), [(2, False), (3, True)])
 def test_sharded_blocks_share_one_graph_for_each_length(run_ranks: RankPool, world: int, checkpointing: bool) -> None:
     for graphs, error in run_ranks(world, _sharded, checkpointing, init=False, timeout_s=300):
         assert graphs == [1, 1, 2, 2]
@@ -213,7 +226,7 @@ def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[li
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=FULL)])
+@pytest.mark.parametrize("whole_model", [True, False])
 def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path, whole_model: bool) -> None:
     pytest.importorskip("peft")
     for graphs, errors in run_ranks(3, _adapted, tmp_path, whole_model, timeout_s=120):
@@ -246,7 +259,6 @@ def test_aotinductor_compiles_an_exported_model(run_ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=FULL)])
-def test_a_model_that_has_not_run_is_exported(run_ranks: RankPool, copied: bool) -> None:
-    for error in run_ranks(3, _exported, copied):
+def test_a_model_that_has_not_run_is_exported(run_ranks: RankPool) -> None:
+    for error in run_ranks(3, _exported, False):
         assert error < 1e-6

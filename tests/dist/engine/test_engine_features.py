@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
 from lightning_cp.attention import call, gathered, heads, keys, operator
@@ -62,8 +61,7 @@ def _lora(rank: int, world: int, name: str, before: bool) -> tuple[float, float]
     return result
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize(("name", "before"), [("flux", True), ("wan", False)])
 @pytest.mark.default(1)
 def test_a_lora_is_exact_before_and_after(run_ranks: RankPool, name: str, before: bool) -> None:
     for output, gradient in run_ranks(3, _lora, name, before):
@@ -151,6 +149,7 @@ def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.default(1)
 def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, name: str) -> None:
     for ours, single in run_ranks(3, _autocast, name):
         assert 1e-4 < single < 0.3
@@ -190,28 +189,6 @@ def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world:
         assert (calls, few_calls) == (2 * kept_calls, kept_calls)
         assert few_sent == kept_bytes < sent
         assert error < 1e-9
-
-
-def _replayed(rank: int, world: int, reentrant: bool) -> float:
-    torch.manual_seed(0)
-    model = Plain().double()
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(2, tokens, 16, generator=generator, dtype=torch.float64) for tokens in (11, 7)]
-
-    def gradients() -> dict[str, Tensor | None]:
-        model.zero_grad(set_to_none=True)
-        outputs = [model(x.clone().requires_grad_())[0] for x in inputs]
-        torch.stack([x.square().sum() for x in outputs]).sum().backward()
-        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-    expected = gradients()
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
-    model.around = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
-    return worst(averaged(gradients(), world), expected)
-
-
-def test_torch_checkpoints_of_two_lengths_replay_each_its_own(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _replayed, False)) < _EXACT
 
 
 def kernels_used(action: Callable[[], object]) -> set[str]:
@@ -290,12 +267,9 @@ except ValueError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "said"),
-    [
-        pytest.param("_native_math", "{'math'}", marks=pytest.mark.full),
-        pytest.param("xformers", "one of native, flex, _native_flash", marks=pytest.mark.full),
-    ],
+    ("backend", "said"), [("_native_math", "{'math'}"), ("xformers", "one of native, flex, _native_flash")]
 )
 def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: str) -> None:
     environment = {**os.environ, "DIFFUSERS_ATTN_BACKEND": backend}
@@ -304,30 +278,28 @@ def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: s
     assert said in ran.stdout
 
 
-def _neighbours(rank: int, world: int) -> None:
-    """One of three models of one class is parallel, and a deep copy of it is, too."""
+def _neighbours(rank: int, world: int) -> list[float]:
+    """One of three models of one class is parallel, and a deep copy of it is, too. Returns: errors."""
     parallel, single, arguments = wan().build(), wan().build(), wan().arguments()
     expected, gradients = outcome(single, arguments)
     apply_context_parallel(parallel, ContextParallelConfig(ring_degree=world))
-    average = copy.deepcopy(parallel)
-    for model, share in ((parallel, world), (single, 1), (average, world), (parallel, world)):
+    average, errors = copy.deepcopy(parallel), []
+    for model in (parallel, single, average, parallel):
         out, found = outcome(model, arguments)
-        assert (out - expected).abs().max() < _EXACT
-        assert worst(averaged(found, world), gradients) < _EXACT, share
+        errors += [float((out - expected).abs().max()), worst(averaged(found, world), gradients)]
     with torch.no_grad():
         for parameter in average.parameters():
             parameter.mul_(0.5)
-    out, _ = outcome(parallel, arguments)
-    assert (out - expected).abs().max() < _EXACT
+    errors.append(float((outcome(parallel, arguments)[0] - expected).abs().max()))
     remove_context_parallel(average)
     with pytest.raises(ValueError, match="nothing to remove"):
         remove_context_parallel(average)
-    out, _ = outcome(parallel, arguments)
-    assert (out - expected).abs().max() < _EXACT
+    return [*errors, float((outcome(parallel, arguments)[0] - expected).abs().max())]
 
 
 def test_models_beside_a_parallel_one_are_undisturbed_and_copies_are_parallel(run_ranks: RankPool) -> None:
-    run_ranks(3, _neighbours)
+    for errors in run_ranks(3, _neighbours):
+        assert max(errors) < _EXACT
 
 
 def _theirs(rank: int, world: int) -> list[str]:
@@ -375,16 +347,7 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
     return sizes.call_count, packets.call_count, swaps.call_count
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("flux_short_text", "wan", "hunyuan_video"),
-        *(
-            pytest.param(x, marks=pytest.mark.full)
-            for x in ("flux", "flux2", "sd3", "qwen_image", "ltx", "cogvideox", "dit")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["flux_short_text", "wan", "hunyuan_video", "qwen_image", "cogvideox", "dit"])
 @pytest.mark.default(1)
 def test_no_layer_exchanges_sizes(run_ranks: RankPool, name: str) -> None:
     for sizes, packets, _ in run_ranks(3, _exchanges, name, 3, 1):
@@ -399,14 +362,15 @@ def test_cross_attention_on_replicated_keys_sends_nothing(run_ranks: RankPool) -
         assert collectives == 2 * layers  # q, k, v in one and the output in another, of self-attention alone
 
 
-def _is_not_intercepted(rank: int, world: int) -> None:
+def _is_not_intercepted(rank: int, world: int) -> str:
     """A block with a forward, set on the instance, that does not call its attention across ranks."""
     model, arguments = wan().build(), wan().arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     model.blocks[1].forward = lambda hidden_states, *_: hidden_states
-    with pytest.raises(InterceptionError, match=r"blocks\.1"):
+    with pytest.raises(InterceptionError) as caught:
         model(**arguments)
+    return str(caught.value)
 
 
 def test_a_block_with_attention_that_is_not_intercepted_is_named(run_ranks: RankPool) -> None:
-    run_ranks(2, _is_not_intercepted)
+    assert all("blocks.1" in message for message in run_ranks(2, _is_not_intercepted))

@@ -37,7 +37,6 @@ from tests.dist.engine.flex_model import (
     with_dense_masks,
 )
 from tests.harness import RankPool
-from tests.harness.cases import full_unless, in_turn
 from tests.models.flux import flux
 
 _EXACT = 1e-10
@@ -61,20 +60,16 @@ def _check(rank: int, world: int, ulysses: int, way: str, kv_heads: int, kind: s
     return largest
 
 
-_WAYS = (
-    ("flex", 4, "block mask"),
-    ("flex", 2, "sparse mask"),
-    ("compiled", 2, "block mask"),
-    ("lse", 4, "block mask"),
-    ("dispatch", 4, "block mask"),
-)
-_FEW = [(3, 1, *_WAYS[0]), (4, 2, *_WAYS[1])]
-CASES = [*_FEW, *((*ranks, *way) for ranks, way in in_turn([(3, 3), (3, 1)], _WAYS))]
-
-
 @pytest.mark.parametrize(
     ("world", "ulysses", "way", "kv_heads", "kind"),
-    full_unless(lambda *case: case in _FEW, CASES),
+    [
+        (3, 1, "flex", 4, "block mask"),
+        (4, 2, "flex", 2, "sparse mask"),
+        (3, 3, "flex", 4, "block mask"),
+        (3, 3, "compiled", 2, "block mask"),
+        (3, 1, "lse", 4, "block mask"),
+        (3, 3, "dispatch", 4, "block mask"),
+    ],
 )
 @pytest.mark.default(1)
 def test_joint_and_cross_attention_with_block_masks_are_exact(
@@ -107,9 +102,8 @@ def _compiled(rank: int, world: int, backend: str, hidden: bool) -> tuple[list[i
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
-def test_compiled_blocks_share_their_graphs_for_several_masks(run_ranks: RankPool, backend: str) -> None:
-    for graphs, error in run_ranks(3, _compiled, backend, False):
+def test_compiled_blocks_share_their_graphs_for_several_masks(run_ranks: RankPool) -> None:
+    for graphs, error in run_ranks(3, _compiled, "aot_eager", False):
         assert graphs == [2, 2, 2]  # the first block gets tensors without gradients
         assert error < _EXACT
 
@@ -155,11 +149,17 @@ def _checkpointed(rank: int, world: int, way: str, compiled: bool) -> float:
 
 @pytest.mark.parametrize(
     ("way", "compiled"),
-    full_unless(
-        lambda way, compiled: (way, compiled) in (("full", False), ("selective", False)),
-        [(way, compiled) for way in WAYS for compiled in (False, True) if (way, compiled) != ("reentrant", True)],
-    ),
+    [
+        ("full", False),
+        ("selective", False),
+        ("reentrant", False),
+        ("save_attention", False),
+        ("none", True),
+        ("selective", True),
+        ("full", True),
+    ],
 )
+@pytest.mark.default(2)
 def test_checkpoints_replay_with_masks_that_were_dropped(run_ranks: RankPool, way: str, compiled: bool) -> None:
     assert max(run_ranks(3, _checkpointed, way, compiled)) < _EXACT
 
@@ -180,7 +180,8 @@ def _flux(rank: int, world: int, ulysses: int) -> float:
     return largest
 
 
-@pytest.mark.parametrize(("world", "ulysses"), full_unless(lambda world, _: world == 3, [(2, 1), (3, 1), (4, 2)]))
+@pytest.mark.parametrize(("world", "ulysses"), [(3, 1), (4, 2)])
+@pytest.mark.default(1)
 def test_flux_runs_with_the_backend_flex(run_ranks: RankPool, world: int, ulysses: int) -> None:
     assert max(run_ranks(world, _flux, ulysses)) < _EXACT
 

@@ -125,12 +125,9 @@ SHARD = {"shard": ["transformer"]}
     ("settings", "compiled", "before"),
     [
         ({}, "", 0),
-        pytest.param(SHARD, "", 0, marks=pytest.mark.full),
-        pytest.param(SHARD, "", 3, marks=pytest.mark.full),
-        pytest.param({}, "before", 0, marks=pytest.mark.full),  # compiled: 2 to 5 minutes each
-        pytest.param({}, "after", 0, marks=pytest.mark.full),
-        pytest.param(SHARD, "before", 0, marks=pytest.mark.full),
-        pytest.param(SHARD, "before", 3, marks=pytest.mark.full),
+        (SHARD, "", 3),
+        ({}, "after", 0),  # compiled: 2 to 5 minutes each
+        (SHARD, "before", 0),
     ],
 )
 @pytest.mark.full

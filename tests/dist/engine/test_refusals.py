@@ -20,6 +20,7 @@ from lightning_cp.kernels import choice
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.mesh.groups import groups_for
 from tests.harness import RankPool
+from tests.harness.cases import in_turn
 from tests.models import TINY
 
 MODES = {"ring": (3, 1), "ring alltoall": (3, 1), "ulysses": (1, 3)}
@@ -150,8 +151,7 @@ def test_bad_input_on_all_ranks_is_refused_on_all_ranks(run_ranks: RankPool, mod
             assert re.search(text, message), f"rank {rank}: {name}: {message}"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(("mode", "bad_rank"), in_turn(MODES, (0, 1)))
 def test_bad_input_on_one_rank_is_refused_on_every_rank(run_ranks: RankPool, mode: str, bad_rank: int) -> None:
     for rank, answers in enumerate(run_ranks(3, _bad_on_one, mode, bad_rank)):
         for name, (kinds, message) in answers.items():
@@ -263,7 +263,6 @@ def test_kernels_that_are_unknown_or_refuse_are_named_on_every_rank(run_ranks: R
 
 
 def _still_right(rank: int, world: int) -> float:
-    """After a refusal on one rank, the next call is right."""
     config = ContextParallelConfig(ring_degree=3)
     q = torch.randn(1, S, H, D)
     with pytest.raises((ShapeError, PeerMismatchError)):
@@ -276,14 +275,10 @@ def test_the_call_after_a_refusal_is_right(run_ranks: RankPool) -> None:
     assert all(math.isclose(mean, 1.0, rel_tol=1e-5) for mean in run_ranks(3, _still_right))
 
 
-def _without_group(rank: int, world: int) -> None:
+def test_degrees_above_one_without_a_process_group_are_refused() -> None:
     q = torch.randn(1, S, H, D)
     with pytest.raises(ValueError, match="needs a process group"):
         context_parallel_attention(q, q, q, parallel_config=ContextParallelConfig(ring_degree=2))
-
-
-def test_degrees_above_one_without_a_process_group_are_refused(run_ranks: RankPool) -> None:
-    run_ranks(1, _without_group, init=False)
 
 
 def _whole_of_shard_length(rank: int, world: int, name: str, argument: str, ulysses: bool) -> str:
@@ -301,16 +296,14 @@ def _whole_of_shard_length(rank: int, world: int, name: str, argument: str, ulys
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("ulysses", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("name", "argument"),
-    [("flux", "img_ids"), ("cogvideox", "image_rotary_emb"), ("flux", "txt_ids")],
+    ("name", "argument", "ulysses"),
+    [("flux", "img_ids", False), ("cogvideox", "image_rotary_emb", True), ("flux", "txt_ids", True)],
 )
 def test_a_whole_argument_with_the_length_of_a_shard_is_refused(
-    run_ranks: RankPool, name: str, argument: str, world: int, ulysses: bool
+    run_ranks: RankPool, name: str, argument: str, ulysses: bool
 ) -> None:
-    for message in run_ranks(world, _whole_of_shard_length, name, argument, ulysses):
+    for message in run_ranks(3, _whole_of_shard_length, name, argument, ulysses):
         assert f"({argument}) has " in message
         assert "were not split before: pass the whole input" in message
 
@@ -324,8 +317,8 @@ def _too_few_heads(rank: int, world: int, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["flux", pytest.param("kandinsky5", marks=pytest.mark.full)])
-def test_fewer_heads_than_the_ulysses_degree_are_refused_at_set_up(run_ranks: RankPool, name: str, world: int) -> None:
-    for message in run_ranks(world, _too_few_heads, name):
+@pytest.mark.parametrize("name", ["flux", "kandinsky5"])
+@pytest.mark.default(1)
+def test_fewer_heads_than_the_ulysses_degree_are_refused_at_set_up(run_ranks: RankPool, name: str) -> None:
+    for message in run_ranks(3, _too_few_heads, name):
         assert message.startswith("ulysses_degree=6 must be at most the number of query heads, 4, of ")

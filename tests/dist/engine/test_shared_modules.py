@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.fabric import ContextParallelFSDPStrategy
-from lightning_cp.pytorch import ContextParallelFSDPStrategy as TrainersStrategy
-from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
+from tests.dist.lightning_ranks import STRATEGIES, flat, train, train_alone
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,11 +46,6 @@ class _Branches(LightningModule):
         self.right = _Branch(self.left.embed)
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.left(x) * self.right(x + 1)
-        return out
-
-    @override
     def training_step(self, x: Tensor, _: int) -> Tensor:
         return self.left(x).mul(self.right(x + 1)).square().sum()
 
@@ -61,31 +54,15 @@ class _Branches(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _shared(rank: int, world: int) -> tuple[float, float, float]:
-    """Return the errors of forward and gradients with Fabric, and of the weights after two steps of the Trainer."""
-    reference, trained = _Branches(), _Branches()
-    expected = reference(INPUT)
-    expected.square().sum().backward()
+def _trained(rank: int, world: int, flavour: str) -> Tensor:
     module = _Branches()
-    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
-    out = fabric.setup(module)(INPUT)
-    fabric.backward(out.square().sum())
-    gradient = flat(reference, gradients=True)
-    error = float((flat(module, gradients=True) - gradient).norm() / gradient.norm())
-
-    trainer = trainer_of(rank, world, TrainersStrategy(ring=world), max_steps=2)
-    trainer.fit(trained, DataLoader(INPUT.repeat(2, 1), batch_size=2))  # type: ignore[arg-type]
-    optimizer, start = reference.configure_optimizers(), flat(reference)
-    for _ in range(2):
-        optimizer.zero_grad()
-        reference.training_step(INPUT, 0).backward()
-        optimizer.step()
-    moved = flat(reference)
-    return float((out - expected).abs().max()), error, float((flat(trained) - moved).norm() / (moved - start).norm())
+    loader = DataLoader(INPUT.repeat(2, 1), batch_size=2)  # type: ignore[arg-type]
+    train(rank, world, STRATEGIES[flavour, "cp_fsdp"](ring=world), module, loader)
+    return flat(module)
 
 
-def test_a_module_in_several_places_trains_as_in_one_process(run_ranks: RankPool) -> None:
-    for forward, gradients, weights in run_ranks(3, _shared, init=False):
-        assert forward < 1e-6
-        assert gradients < 1e-5
-        assert weights < 1e-4
+@pytest.mark.parametrize("flavour", ["fabric", "trainer"])
+def test_a_module_in_several_places_trains_as_in_one_process(run_ranks: RankPool, flavour: str) -> None:
+    start, expected = flat(_Branches()), flat(train_alone(_Branches(), [INPUT] * 2))
+    for found in run_ranks(3, _trained, flavour, init=False):
+        assert (found - expected).norm() < 1e-5 * (expected - start).norm()

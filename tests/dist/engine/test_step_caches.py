@@ -17,7 +17,6 @@ from lightning_cp.pipelines import cfg_merge, cfg_rows, cfg_split, sampling_rank
 from tests.dist.compare import of_first_rank
 from tests.dist.step_caches import STEPS, Clock, config, loop, shorter
 from tests.harness import RankPool
-from tests.harness.cases import in_turn
 from tests.models.modes import MODES
 
 CONTEXTS = ("cond", "uncond")
@@ -71,57 +70,35 @@ def _trials(
     return found
 
 
-FIRST_BLOCK = ("wan", "flux", "cogvideox", "ltx", "hunyuan_video", "qwen_image", "mochi", "cogview4")
-_DEFAULT = [
-    ("wan", "first_block", "ring", 3),
-    ("flux", "first_block", "ulysses", 3),
-    ("cogvideox", "first_block", "unified", 4),
-    ("flux", "mag", "rotation", 3),
-    ("wan", "taylorseer", "ring", 3),
-    ("wan", "broadcast", "ulysses", 3),
-    ("wan", "faster", "ring", 3),
-    ("wan", "sea", "ring", 3),
-    ("cosmos3", "sea", "ulysses", 3),
-    ("nucleus_moe", "text", "ring", 3),
-]
-_FULL = [
-    *((name, "first_block", mode, 3) for name, mode in in_turn(FIRST_BLOCK, ("ulysses", "ring"))),
-    *(("wan", cache, "unified", 4) for cache in ("broadcast", "faster", "sea", "mag", "taylorseer")),
-    *(("flux", cache, "ring", 3) for cache in ("broadcast", "taylorseer", "taylorseer_lite")),
-    ("wan", "first_block", "grid", 4),
-    ("flux2", "mag", "ring", 3),
-    ("kandinsky5", "mag", "ring", 3),
-    ("hunyuan_video", "mag", "ulysses", 3),
-    ("motif_video_without_mask", "first_block", "ring", 3),
+TRIALS = [  # model, cache, mode, world, and whether the cache is there before the plan
+    ("flux", "first_block", "ulysses", 3, True),
+    ("wan", "first_block", "ring", 3, False),
+    ("cogvideox", "first_block", "unified", 4, True),
+    ("ltx", "first_block", "ring", 3, False),
+    ("hunyuan_video", "first_block", "ulysses", 3, True),
+    ("qwen_image", "first_block", "ring", 3, False),
+    ("mochi", "first_block", "ulysses", 3, True),
+    ("cogview4", "first_block", "ring", 3, False),
+    ("motif_video_without_mask", "first_block", "ring", 3, True),
+    ("wan", "first_block", "grid", 4, False),
+    ("flux", "mag", "rotation", 3, True),
+    ("kandinsky5", "mag", "ring", 3, False),
+    ("wan", "taylorseer", "ring", 3, True),
+    ("flux", "taylorseer_lite", "ring", 3, False),
+    ("wan", "broadcast", "unified", 4, True),
+    ("wan", "faster", "ring", 3, False),
+    ("wan", "sea", "unified", 4, True),
+    ("cosmos3", "sea", "ulysses", 3, False),
+    ("nucleus_moe", "text", "ring", 3, True),
 ]
 
 
-_LONG = [
-    ("wan", "first_block", "ring", 3),
-    ("cogvideox", "first_block", "unified", 4),
-    ("cosmos3", "sea", "ulysses", 3),
-    ("wan", "broadcast", "ulysses", 3),
-]
-_BEFORE_AND_AFTER = in_turn(dict.fromkeys([*_DEFAULT, *_FULL]), (False, True))
-
-
-def _marks(trial: tuple[str, str, str, int], *, before: bool) -> tuple[pytest.MarkDecorator, ...]:
-    default = trial in _DEFAULT and trial not in _LONG and before == bool(_DEFAULT.index(trial) % 2)
-    return () if default else (pytest.mark.full,)
-
-
-@pytest.mark.parametrize(
-    ("trial", "before"),
-    [
-        pytest.param(trial, before, marks=_marks(trial, before=before), id=f"{'-'.join(map(str, trial))}-{before}")
-        for trial, before in _BEFORE_AND_AFTER
-    ],
-)
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: "-".join(map(str, trial)))
 @pytest.mark.default(1)
 def test_decisions_and_outputs_are_those_of_one_process(
-    run_ranks: RankPool, trial: tuple[str, str, str, int], before: bool
+    run_ranks: RankPool, trial: tuple[str, str, str, int, bool]
 ) -> None:
-    name, cache, mode, world = trial
+    name, cache, mode, world, before = trial
     for found in run_ranks(world, _trials, name, cache, mode, before, timeout_s=120):
         for same, _, error in found:
             assert same
@@ -165,9 +142,8 @@ def _at_the_threshold(rank: int, world: int, name: str, mode: str, cfg: int) -> 
     [
         ("wan", "ring", 3, 1),
         ("wan", "ring", 4, 2),
-        pytest.param("flux", "ulysses", 3, 1, marks=pytest.mark.full),
-        pytest.param("cogvideox", "unified", 4, 1, marks=pytest.mark.full),
-        pytest.param("flux", "ulysses", 4, 2, marks=pytest.mark.full),
+        ("cogvideox", "unified", 4, 1),
+        ("flux", "ulysses", 4, 2),
     ],
 )
 @pytest.mark.default(1)
@@ -220,7 +196,8 @@ def _raise(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("cache", ["first_block", pytest.param("broadcast", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cache", ["first_block", "broadcast"])
+@pytest.mark.default(1)
 def test_a_loop_after_an_interrupted_one_starts_with_empty_caches(run_ranks: RankPool, cache: str) -> None:
     for same, error in run_ranks(3, _interrupted, cache):
         assert same
@@ -279,7 +256,7 @@ def _compiled(rank: int, world: int, cache: str) -> tuple[bool, float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cache", ["first_block", "taylorseer", "mag"])
+@pytest.mark.parametrize("cache", ["first_block", "taylorseer"])
 def test_caches_of_compiled_blocks(run_ranks: RankPool, cache: str) -> None:
     for _, error in run_ranks(3, _compiled, cache, timeout_s=240):
         assert error < 1e-5
