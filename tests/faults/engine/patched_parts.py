@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +57,6 @@ class ByStaticMethod(ByMethod):
     def _attend(x: Tensor) -> Tensor:
         q = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
-
-
-class ByClassMethod(ByMethod):
-    """Attends in a class method."""
-
-    @classmethod
-    def _attend(cls, x: Tensor) -> Tensor:
-        return attend(nn.Module(), x)
 
 
 class ByAttribute(nn.Module):
@@ -184,43 +177,11 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-def _class(block: Any) -> None:
-    block.feed.__class__ = Attending
-
-
-def _class_of_leaf(block: Any) -> None:
-    block.net[1][1].__class__ = Attending
-
-
 def _class_of_attention(block: Any) -> None:
     class Narrow(type(block.attn)):  # type: ignore[misc]
         forward = narrow
 
     block.attn.__class__ = Narrow
-
-
-def _instance(block: Any) -> None:
-    block.feed.forward = types.MethodType(attend, block.feed)
-
-
-def _instance_of_leaf(block: Any) -> None:
-    block.net[1][0].forward = types.MethodType(attend, block.net[1][0])
-
-
-def _instance_of_attention(block: Any) -> None:
-    block.attn.forward = types.MethodType(narrow, block.attn)
-
-
-def _class_forward(block: Any) -> None:
-    type(block.feed).forward = attend
-
-
-def _parent_forward(block: Any) -> None:
-    type(block.feed).__mro__[1].forward = attend
-
-
-def _attention_forward(block: Any) -> None:
-    type(block.attn).forward = narrow
 
 
 def _block_forward(block: Any) -> None:
@@ -230,18 +191,6 @@ def _block_forward(block: Any) -> None:
         return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
 
     type(block).forward = forward
-
-
-def _children(block: Any) -> None:
-    block._modules = {**block._modules, "feed": Attending()}
-
-
-def _insert(block: Any) -> None:
-    block.tail.insert(0, Attending())
-
-
-def _parametrization(block: Any) -> None:
-    parametrize.register_parametrization(block.net[1][0], "weight", Doubled())
 
 
 def _nested(block: Any) -> None:
@@ -270,58 +219,36 @@ def _attributes(block: Any) -> None:
     block.__dict__ = {**block.__dict__, "_modules": {**block._modules, "feed": Attending()}}
 
 
-def _method_of_instance(block: Any) -> None:
-    block.feed.act = types.MethodType(attend, block.feed)
-
-
-def _method_of_class(block: Any) -> None:
-    type(block.feed).__mro__[1].act = attend
-
-
-def _call(block: Any) -> None:
-    type(block.feed).__call__ = attend
-
-
 FOLLOWED: dict[str, Callable[[Any], None]] = {
     "module": lambda block: setattr(block, "feed", Attending()),
     "module of diffusers": lambda block: setattr(block, "feed", WithDiffusers()),
     "entry of a container": lambda block: block.net[1].__setitem__(1, Attending()),
     "nested containers": _nested,
     "entry of a dict": lambda block: block.table.__setitem__("a", Attending()),
-    "new entry of a dict": lambda block: block.table.update({"b": Attending()}),
     "appended to a list": lambda block: block.tail.append(Attending()),
-    "inserted into a list": _insert,
     "register_module": lambda block: block.register_module("feed", Attending()),
-    "add_module": lambda block: block.net.add_module("2", Attending()),
-    "dict of children": _children,
+    "dict of children": lambda block: setattr(block, "_modules", {**block._modules, "feed": Attending()}),
     "deleted": _deleted,
-    "parametrization": _parametrization,
-    "class": _class,
-    "class of a leaf": _class_of_leaf,
-    "forward of an instance": _instance,
-    "forward of a leaf": _instance_of_leaf,
-    "forward of an attention": _instance_of_attention,
-    "forward of a class": _class_forward,
-    "forward of a parent class": _parent_forward,
-    "forward of an attention's class": _attention_forward,
+    "parametrization": lambda block: parametrize.register_parametrization(block.net[1][0], "weight", Doubled()),
+    "class": lambda block: setattr(block.feed, "__class__", Attending),
+    "forward of an instance": lambda block: setattr(block.feed, "forward", types.MethodType(attend, block.feed)),
+    "forward of an attention": lambda block: setattr(block.attn, "forward", types.MethodType(narrow, block.attn)),
+    "forward of a class": lambda block: setattr(type(block.feed), "forward", attend),
+    "forward of a parent class": lambda block: setattr(type(block.feed).__mro__[1], "forward", attend),
+    "forward of an attention's class": lambda block: setattr(type(block.attn), "forward", narrow),
     "forward of a block's class": _block_forward,
     "forward around the original": _around,
     "module that attends in a method": lambda block: setattr(block, "feed", ByMethod()),
     "module that attends in a static method": lambda block: setattr(block, "feed", ByStaticMethod()),
-    "module that attends in a class method": lambda block: setattr(block, "feed", ByClassMethod()),
     "module that stores its function": lambda block: setattr(block, "feed", ByAttribute()),
-    "method of an instance": _method_of_instance,
-    "method of a class": _method_of_class,
+    "method of an instance": lambda block: setattr(block.feed, "act", types.MethodType(attend, block.feed)),
+    "method of a class": lambda block: setattr(type(block.feed).__mro__[1], "act", attend),
     "method of a processor": lambda block: _processor(block, Processor()),
     "function of a processor": lambda block: _processor(block, Other()),
     "dict of attributes": _attributes,
-    "__call__ of a class": _call,
+    "__call__ of a class": lambda block: setattr(type(block.feed), "__call__", attend),
     "attention of a parent class": lambda block: setattr(block, "feed", BySuper()),
 }
-
-
-def _hidden(block: Any) -> None:
-    type(block.attn).forward = lambda self, x: x
 
 
 def _beside_another(block: Any) -> None:
@@ -352,10 +279,117 @@ def _multihead(block: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "forward that attends nowhere": (_hidden, r"blocks\.0 \(Block\) makes no attention call"),
+    "forward that attends nowhere": (
+        lambda block: setattr(type(block.attn), "forward", lambda self, x: x),
+        r"blocks\.0 \(Block\) makes no attention call",
+    ),
     "one attention of several": (_beside_another, r"blocks\.1\.attn\.forward was replaced"),
     "class of one attention of several": (_silent_class, r"blocks\.1\.attn is gone, or no longer attends"),
     "class of attention": (_class_of_attention, r"blocks\.1\.attn has another class\. Apply the plan again"),
     "attention exchanged": (_identity, r"blocks\.1\.attn is gone, or no longer attends"),
     "attention of PyTorch": (_multihead, "nn.MultiheadAttention"),
+}
+
+
+# Attention in what modules and processors hold: helper objects, partials, tables, lambdas
+
+
+def scaled(x: Tensor, scale: float = 1.0) -> Tensor:
+    """Self-attention of 4 heads without weights."""
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(scale * q, q.flip(-1), q).transpose(1, 2).flatten(2)
+
+
+def imported(x: Tensor) -> Tensor:
+    """Attention under a name that is no global."""
+    from torch.nn.functional import scaled_dot_product_attention as attention
+
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
+    return attention(q, q.flip(-1), q).transpose(1, 2).flatten(2)
+
+
+class Attends:
+    """A helper that attends."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return scaled(x)
+
+
+class Nested:
+    """A helper that holds another one."""
+
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        self.inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def build_held() -> Any:
+    """A model of one block, whose module and processor attend, and also call what they hold."""
+    from diffusers.models.attention_processor import Attention
+
+    class Helper:
+        def __call__(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+        def run(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    class Processor:
+        def __init__(self) -> None:
+            self.inner, self.function, self.scale = Helper(), torch.tanh, 1.0
+
+        def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            x = attn.to_q(hidden_states)
+            return self.attend(x) + self.inner(x) + self.inner.run(x) + self.function(x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            return scaled(x, self.scale)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention(16, heads=4, dim_head=4, processor=Processor())
+            self.helper, self.items, self.table = Nested(Helper()), [torch.tanh], {"a": torch.tanh}
+            self.only_in_evaluation: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attention(x) + self.helper(x) + self.items[0](x) + self.table["a"](x)
+            if self.only_in_evaluation is not None and not self.training:
+                x = self.only_in_evaluation(x)
+            return x
+
+    return model_of(Block, 1)
+
+
+def _held_processor(block: Any) -> Any:
+    return block.attention.processor
+
+
+HELD: dict[str, Callable[[Any], None]] = {
+    "number of a processor": lambda block: setattr(_held_processor(block), "scale", 0.5),
+    "function of a processor": lambda block: setattr(_held_processor(block), "function", scaled),
+    "bound method of a processor": lambda block: setattr(_held_processor(block), "function", Attends().run),
+    "helper without attention": lambda block: setattr(block, "helper", torch.sin),
+    "helper of a processor": lambda block: setattr(_held_processor(block), "inner", Attends()),
+    "attributes of a processor": lambda block: _held_processor(block).__dict__.update(inner=Attends()),
+    "partial of a processor": lambda block: setattr(_held_processor(block), "function", partial(scaled, scale=0.5)),
+    "helper": lambda block: setattr(block, "helper", Attends()),
+    "helper in a helper": lambda block: setattr(block.helper, "inner", Attends()),
+    "class of a helper in a helper": lambda block: setattr(block.helper.inner, "__class__", Attends),
+    "function of a helper's class": lambda block: setattr(
+        type(_held_processor(block).inner), "run", lambda self, x: scaled(x)
+    ),
+    "item of a list": lambda block: block.items.__setitem__(0, scaled),
+    "entry of a table": lambda block: block.table.update(a=scaled),
+    "import in a function": lambda block: setattr(block, "helper", Nested(imported)),
+    "lambda in a helper": lambda block: setattr(block, "helper", Nested(lambda x: Attends()(x))),
+    "only in evaluation": lambda block: setattr(block, "only_in_evaluation", Nested(imported)),
 }

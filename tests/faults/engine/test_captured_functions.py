@@ -80,30 +80,34 @@ def _x(tokens: int = 11) -> Tensor:
     return torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def _eager(rank: int, world: int) -> None:
-    model = model_of(Block, 1)
+def _eager(rank: int, world: int) -> list[str]:
+    """Errors of two forwards with each function."""
+    model, said = model_of(Block, 1), []
     for function in CAPTURED.values():
         _CALLS[:] = [function]
         apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
-        for _ in range(2):  # it stays refused
-            with pytest.raises(InterceptionError, match="makes an attention call that could not be intercepted"):
+        for _ in range(2):
+            with pytest.raises(InterceptionError) as caught:
                 model(_x())
+            said.append(str(caught.value))
         remove_context_parallel(model)
+    return said
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_captured_functions_are_refused_in_eager_code(run_ranks: RankPool, world: int) -> None:
-    run_ranks(world, _eager)
+def test_captured_functions_are_refused_in_eager_code(run_ranks: RankPool) -> None:
+    for said in run_ranks(3, _eager):
+        assert len(said) == 2 * len(CAPTURED)
+        assert all("makes an attention call that could not be intercepted" in message for message in said)
 
 
-def _compiled(rank: int, world: int, whole: bool) -> tuple[float, float]:
+def _compiled(rank: int, world: int, whole: bool) -> tuple[float, float, bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # asked by the compiler
         return _followed(world, whole)
 
 
-def _followed(world: int, whole: bool) -> tuple[float, float]:
-    """Errors of output and gradients; the captured functions are the originals again after the plan was removed."""
+def _followed(world: int, whole: bool) -> tuple[float, float, bool]:
+    """Errors of output and gradients, and whether the functions are the originals after the plan was removed."""
     _CALLS[:] = CAPTURED.values()
     single, model = model_of(Block, 2), model_of(Block, 2)
     expected, gradients = outcome(single, {"x": _x()})
@@ -117,16 +121,15 @@ def _followed(world: int, whole: bool) -> tuple[float, float]:
     found = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.items()}
     errors = float((out - expected).abs().max()), worst(averaged(found, world), gradients)
     remove_context_parallel(model)
-    assert torch.equal(outcome(run, {"x": _x()})[0], expected)
-    return errors
+    return *errors, torch.equal(outcome(run, {"x": _x()})[0], expected)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["blocks", "whole"])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_captured_functions_are_followed_in_compiled_code(run_ranks: RankPool, world: int, whole: bool) -> None:
-    for errors in run_ranks(world, _compiled, whole, timeout_s=240):
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+def test_captured_functions_are_followed_in_compiled_code(run_ranks: RankPool, whole: bool) -> None:
+    for *errors, is_back in run_ranks(3, _compiled, whole, timeout_s=240):
         assert max(errors) < _EXACT
+        assert is_back
 
 
 def _compiled_before(rank: int, world: int, has_other: bool) -> float:
