@@ -91,22 +91,13 @@ LATER = {"in_background": True}
     ("saved", "how", "resumed"),
     [
         ((4, "cp_fsdp", {"ring": 2}), LATER, [(1, "", {}), (2, "cp", {"ulysses": 2}), (3, "cp_fsdp", {"ring": 3})]),
-        pytest.param(
-            (4, "cp_fsdp", {"ulysses": 2, "replicate": 2}),
-            NOW,
-            [(2, "cp_fsdp", {"ring": 2})],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            (2, "cp", {"ring": 2}),
-            LATER,
-            [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})],
-            marks=pytest.mark.full,
-        ),
-        pytest.param((1, "", {}), NOW, [(2, "cp_fsdp", {"ulysses": 2})], marks=pytest.mark.full),
+        ((4, "cp_fsdp", {"ulysses": 2, "replicate": 2}), NOW, [(2, "cp_fsdp", {"ring": 2})]),
+        ((2, "cp", {"ring": 2}), LATER, [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})]),
+        ((1, "", {}), NOW, [(2, "cp_fsdp", {"ulysses": 2})]),
     ],
     ids=["sharded", "hybrid", "replicated", "one"],
 )
+@pytest.mark.default(1)
 def test_a_checkpoint_is_read_at_any_other_degree_mode_and_sharding(
     run_ranks: RankPool, tmp_path: Path, saved: Any, how: dict[str, Any], resumed: Any
 ) -> None:
@@ -144,9 +135,7 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
     return [torch.equal(straight[name], resumed[name]) for name in straight]
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"), [("cp", NOW), pytest.param("cp_fsdp", LATER, marks=pytest.mark.full)], ids=["cp", "cp_fsdp"]
-)
+@pytest.mark.parametrize(("kind", "how"), [("cp", NOW), ("cp_fsdp", LATER)], ids=["cp", "cp_fsdp"])
 @pytest.mark.full
 def test_at_the_same_topology_a_resumed_run_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, kind: str, how: dict[str, Any]
@@ -202,7 +191,8 @@ def _resumes(rank: int, world: int, found: str | None) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("found", [None, pytest.param("b", marks=pytest.mark.full)])
+@pytest.mark.parametrize("found", [None, "b"])
+@pytest.mark.default(1)
 def test_ranks_that_find_different_checkpoints_are_an_error_on_all(run_ranks: RankPool, found: str | None) -> None:
     errors = run_ranks(3, _resumes, found)
     assert all(f"rank 0 from a, rank {rank} from {found if rank == 2 else 'a'}" in x for rank, x in enumerate(errors))

@@ -13,10 +13,10 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp import fabric, pytorch
 from lightning_cp.checkpoint import CheckpointError
-from tests.dist.lightning_ranks import fabric_of, trainer_of, whole
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of, trainer_of, whole
 from tests.harness import RankPool
+from tests.harness.cases import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -61,10 +61,10 @@ class _Layers(LightningModule):
         return [AdamW([fifth, third], lr=0.1), AdamW([fourth, second], lr=0.2)]
 
 
-def _strategy(flavour: Any, kind: str, world: int) -> Any:
+def _strategy(flavour: str, kind: str, world: int) -> Any:
     if kind == "cp":
-        return flavour.ContextParallelStrategy(ring=world, find_unused_parameters=True)
-    return flavour.ContextParallelFSDPStrategy(ring=world, save_distributed_checkpoint=kind == "shards")
+        return STRATEGIES[flavour, "cp"](ring=world, find_unused_parameters=True)
+    return STRATEGIES[flavour, "cp_fsdp"](ring=world, save_distributed_checkpoint=kind == "shards")
 
 
 def _states(module: nn.Module, optimizers: list[Any]) -> _States:
@@ -90,7 +90,7 @@ def _differences(saved: _States, loaded: _States) -> list[str]:
 
 
 def _set_up(rank: int, world: int, kind: str, module: _Layers) -> tuple[Any, dict[str, Any]]:
-    ranks = fabric_of(rank, world, _strategy(fabric, kind, world))
+    ranks = fabric_of(rank, world, _strategy("fabric", kind, world))
     model, *optimizers = ranks.setup(module, *module.configure_optimizers())
     return ranks, {"model": model, **{f"optimizer {i}": x for i, x in enumerate(optimizers)}}
 
@@ -122,11 +122,11 @@ class _Records(Callback):
 
 def _with_trainer(rank: int, world: int, kinds: tuple[str, str], optimizers: str, path: Path) -> list[str]:
     module, records = _Layers(optimizers), _Records()
-    trainer = trainer_of(rank, world, _strategy(pytorch, kinds[0], world), max_epochs=1)
+    trainer = trainer_of(rank, world, _strategy("trainer", kinds[0], world), max_epochs=1)
     trainer.fit(module, DataLoader(_CLIPS))
     trainer.save_checkpoint(path)
     saved = _states(module, trainer.optimizers)
-    trainer = trainer_of(rank, world, _strategy(pytorch, kinds[1], world), max_epochs=2, callbacks=[records])
+    trainer = trainer_of(rank, world, _strategy("trainer", kinds[1], world), max_epochs=2, callbacks=[records])
     trainer.fit(_Layers(optimizers), DataLoader(_CLIPS), ckpt_path=str(path))
     return _differences(saved, records.states)
 
@@ -135,43 +135,21 @@ _FLAVOURS = {"fabric": _with_fabric, "trainer": _with_trainer}
 
 
 def _resume(rank: int, world: int, folder: str, cases: list[tuple[str, str, str, str]]) -> list[Any]:
+    """By case (flavour, saved and loaded format, optimizers): what differs."""
     return [
         (case, _FLAVOURS[case[0]](rank, world, (case[1], case[2]), case[3], Path(folder) / "-".join(case)))
         for case in cases
     ]
 
 
-def _check(found: list[list[Any]], count: int) -> None:
-    for cases in found:
-        assert len(cases) == count
-        for case, differences in cases:
-            assert differences == [], case
-
-
-_DEFAULT = [
-    ("fabric", "cp", "file", "groups"),
-    ("fabric", "cp", "file", "several"),
-    ("fabric", "shards", "shards", "groups"),
-    ("trainer", "cp", "file", "several"),
-    ("trainer", "file", "cp", "groups"),
-]
-
-
-@pytest.mark.full
-def test_each_parameter_gets_its_state_at_three_ranks(run_ranks: RankPool, tmp_path: Path) -> None:
-    _check(run_ranks(3, _resume, str(tmp_path), _DEFAULT, init=False), len(_DEFAULT))
-
-
 @pytest.mark.full
 def test_each_parameter_gets_its_state_in_all_formats(run_ranks: RankPool, tmp_path: Path) -> None:
     kinds = [("cp", "file"), ("file", "cp"), ("file", "file"), ("shards", "shards"), ("cp", "cp")]
-    cases = [
-        (flavour, *pair, optimizers)
-        for flavour in _FLAVOURS
-        for pair in kinds
-        for optimizers in ("groups", "several", "frozen")
-    ]
-    _check(run_ranks(2, _resume, str(tmp_path), cases, init=False), len(cases))
+    cases = [(x, *pair, y) for x, pair, y in pairwise(_FLAVOURS, kinds, ("groups", "several", "frozen"))]
+    for found in run_ranks(3, _resume, str(tmp_path), cases, init=False):
+        assert len(found) == len(cases)
+        for case, differences in found:
+            assert differences == [], case
 
 
 def _refused(rank: int, world: int, folder: str) -> list[str]:

@@ -79,13 +79,13 @@ def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        pytest.param("ring", "ulysses", marks=pytest.mark.full),
         ("ring", "sharded"),
-        pytest.param("sharded", "sharded, whole file", marks=pytest.mark.full),
-        pytest.param("sharded, whole file", "sharded", marks=pytest.mark.full),
-        pytest.param("sharded, whole file", "ring", marks=pytest.mark.full),
+        ("sharded", "sharded, whole file"),
+        ("sharded, whole file", "sharded"),
+        ("sharded, whole file", "ring"),
     ],
 )
+@pytest.mark.default(1)
 def test_a_fit_goes_on_under_another_strategy(run_ranks: RankPool, tmp_path: Path, first: str, then: str) -> None:
     assert max(run_ranks(2, _go_on, first, then, str(tmp_path), init=False)) < 1e-3
 
@@ -98,7 +98,7 @@ def _bits(rank: int, world: int, strategy: str, folder: str) -> bool:
     return torch.equal(_train(strategy, 4, world=world, resume=path), straight)
 
 
-@pytest.mark.parametrize("strategy", ["ring", pytest.param("sharded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["ring", "sharded"])
 @pytest.mark.full
 def test_a_fit_that_goes_on_at_the_same_topology_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, strategy: str
@@ -174,7 +174,8 @@ def _strange(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.default(1)
 def test_a_save_that_is_cut_short_leaves_the_older_one(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
     assert run_ranks(2, _cut_short, str(tmp_path), distributed, init=False) == [2, 2]
 

@@ -48,7 +48,8 @@ def same(found: Checkpoint, step: int = 3) -> bool:
     return equal and tree == other and found.step == step and found.facts == {"seed": 7, "sampler": {"batch_size": 4}}
 
 
-@pytest.mark.parametrize("times", [60, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [60, 1500])
+@pytest.mark.default(1)
 def test_changed_bytes_of_the_manifest_are_one_error_or_load(tmp_path: Path, times: int) -> None:
     folder, rng = written(tmp_path / "checkpoints"), random.Random(times)
     path, refused = folder / "manifest.json", 0
@@ -99,14 +100,16 @@ EDITS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_checkpoint_is_one_error(tmp_path: Path, name: str) -> None:
-    folder = written(tmp_path / "checkpoints")
-    EDITS[name](folder)
-    with pytest.raises(CheckpointError, match=str(folder)):
-        loaded(folder)
-    with pytest.raises(CheckpointError, match=r"resume="):
-        find_checkpoint(str(folder), tmp_path)
+def test_an_edited_checkpoint_is_one_error(tmp_path: Path) -> None:
+    for name, change in EDITS.items():
+        folder = written(tmp_path / name / "checkpoints")
+        change(folder)
+        with pytest.raises(CheckpointError) as caught:
+            loaded(folder)
+        assert str(folder) in str(caught.value), name
+        with pytest.raises(CheckpointError) as caught:
+            find_checkpoint(str(folder), tmp_path)
+        assert "resume=" in str(caught.value), name
 
 
 def test_tensors_that_would_get_one_name_are_not_saved() -> None:
