@@ -56,7 +56,7 @@ def _leaves_a_thread(rank: int, world: int) -> None:
     threading.Thread(target=_wait_for_nothing, daemon=True).start()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 6])
+@pytest.mark.parametrize("world", [1, 3, 6])
 def test_every_rank_runs_and_answers_in_rank_order(run_ranks: RankPool, world: int) -> None:
     total = 10 * world + sum(range(world))
     answers = run_ranks(world, _sum_of_ranks, 10)

@@ -23,10 +23,7 @@ from tests.pipelines.tiny import error_of
 _STRICT = Strict(serial=True, backward_thread=True)
 _MODES = [
     (3, 3, 1, "allgather"),
-    (3, 3, 1, "alltoall"),
     (3, 1, 3, "allgather"),
-    (4, 2, 2, "alltoall"),
-    (4, 2, 2, "allgather"),
     (6, 3, 2, "alltoall"),
     (4, 4, 1, "grid 2x2"),
 ]
