@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.launch import FailureKind, Job, LocalLauncher
+from tests.harness.cases import in_turn
 
 TARGETS = Path(__file__).with_name("ending.py")
 ENDINGS = {
@@ -20,15 +21,9 @@ ENDINGS = {
     f"signal {signal.SIGKILL:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 9 (SIGKILL)"),
     "raise": (FailureKind.RAISED, "RuntimeError: raised on purpose"),
 }
-QUICK = [("_exit 7", 0)]
-CASES = [
-    pytest.param(how, rank, marks=[] if (how, rank) in QUICK else pytest.mark.full)
-    for how in ENDINGS
-    for rank in (0, 2)
-]
 
 
-@pytest.mark.parametrize(("how", "rank"), CASES)
+@pytest.mark.parametrize(("how", "rank"), in_turn(ENDINGS, (0, 2)))
 @pytest.mark.full
 def test_the_rank_that_left_the_collectives_is_named(how: str, rank: int, tmp_path: Path) -> None:
     OmegaConf.save(OmegaConf.create({"rank": rank, "how": how}), tmp_path / "config.yaml")

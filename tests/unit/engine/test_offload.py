@@ -184,8 +184,7 @@ def test_copies_of_a_model_have_a_checkpoint_function_of_their_own() -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo reads it
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize(("name", "compiled"), [("flux", False), ("wan", True)])
 def test_models_are_bit_equal_to_full_checkpointing(name: str, compiled: bool) -> None:
     found = []
     for how in (None, OffloadCheckpoint(0)):

@@ -71,10 +71,8 @@ def selectively(model: Any) -> None:
     model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [fully, *(pytest.param(x, marks=pytest.mark.full) for x in (None, selectively))]
-)
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("checkpointing", "adapters"), [(fully, False), (selectively, True), (None, True)])
+@pytest.mark.default(1)
 def test_tiles_change_no_result(checkpointing: Callable[..., None] | None, adapters: bool) -> None:
     model, inputs = TINY["wan"].build().train(), TINY["wan"].arguments()
     if adapters:
@@ -192,7 +190,7 @@ def test_autocast_is_restored_in_backward() -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", sorted({*WITHOUT, *sorted(FIRST)[::3]}))
+@pytest.mark.parametrize("kind", sorted({*WITHOUT, *sorted(FIRST)[::6]}))
 def test_which_classes_are_tiled(kind: str) -> None:
     """All but `WITHOUT`; a feed-forward that is tiled exactly computes each token alone."""
     tiny = TINY[FIRST[kind]]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result, local
 from lightning_cp.launch.processes import Event, Processes
-from tests.harness.cases import full_unless
+from tests.harness.cases import in_turn
 from tests.unit.launch.targets import FOREVER_S
 
 TARGETS = Path(__file__).with_name("targets.py")
@@ -112,10 +111,7 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "rank"),
-    full_unless(lambda how, rank: rank == 2 * (list(ENDINGS).index(how) % 2), list(product(ENDINGS, (0, 2)))),
-)
+@pytest.mark.parametrize(("how", "rank"), in_turn(ENDINGS, (0, 2)))
 @pytest.mark.default(2)
 def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path) -> None:
     kind, message, code = ENDINGS[how]

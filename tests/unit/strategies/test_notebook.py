@@ -102,7 +102,7 @@ def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", [None, pytest.param("4321", marks=pytest.mark.full)])
+@pytest.mark.parametrize("given", [None, "4321"])
 def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("MASTER_PORT", None)
