@@ -15,8 +15,7 @@ from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
 from lightning_cp.files import new_file, writing_new
 from lightning_cp.finetune.latent_cache.store import write_file, write_tensors
-from lightning_cp.finetune.precompute.run import _complete
-from lightning_cp.finetune.precompute.settings import Precomputed
+from lightning_cp.finetune.precompute.run import Precomputed, _complete
 from lightning_cp.media import Skipped
 from lightning_cp.recipes.benchmarks.gpu.page import write_page
 from lightning_cp.recipes.benchmarks.gpu.results import Result, write_results

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import combinations, product
 from typing import Any
-
-import pytest
-
-
-def full_unless(keep: Callable[..., bool], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Mark the cases for which `keep(*case)` is False with `full`."""
-    return [case if keep(*case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def in_turn(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
