@@ -41,6 +41,12 @@ def _sources() -> Iterator[tuple[str, ast.Module]]:
                 yield path.as_posix(), ast.parse(file.read_text())
 
 
+@cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes: several rules go through them."""
+    return tuple(ast.walk(tree))
+
+
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the full name of each private name of a package in `FOREIGN`.
 
@@ -49,19 +55,19 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     `__func__` and a function's `__code__` count as private: a later version may write the function in C.
     """
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         for name, full in _imported(node):
             if full.split(".")[0] in FOREIGN:
                 names[name] = full
                 if any(map(is_private, full.split("."))):
                     yield node.lineno, full  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             full = _full_name(node.value, names)
             if full is not None:
                 names.setdefault(node.targets[0].id, full)
     documentation = set(_docstrings(tree))
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in documentation and _DOTTED.fullmatch(node.value):
                 yield node.lineno, node.value
@@ -99,6 +105,6 @@ def _full_name(node: ast.AST, names: dict[str, str]) -> str | None:
 
 def _docstrings(tree: ast.Module) -> Iterator[int]:
     """Yield the ids of the nodes that are docstrings or other texts standing alone."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield id(node.value)

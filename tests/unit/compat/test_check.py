@@ -26,7 +26,7 @@ from lightning_cp.compat.check import (
 )
 from lightning_cp.compat.versions import TESTED, IncompatibleVersionError, private_names
 from lightning_cp.pytorch import ContextParallelStrategy
-from tests.unit.compat.private_uses import is_private, sources
+from tests.unit.compat.private_uses import is_private, nodes_of, sources
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ _OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_Unpickler", "_target_"}
 
 def _accessed(tree: ast.Module) -> Iterator[str]:
     """Yield private attributes that are read, set or looked up by `getattr` and `hasattr`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
@@ -132,7 +132,7 @@ def _accessed(tree: ast.Module) -> Iterator[str]:
 
 def _defined(tree: ast.Module, *, methods_of_super: bool = True) -> Iterator[str]:
     """Yield the private names that our own classes define: methods, class variables and attributes of `self`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and methods_of_super:
@@ -143,6 +143,7 @@ def _defined(tree: ast.Module, *, methods_of_super: bool = True) -> Iterator[str
 
 
 def _called_on_super(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) == "super()":
-            yield node.attr
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and isinstance(node.value, ast.Call):
+            caller = node.value.func
+            yield from [node.attr] if isinstance(caller, ast.Name) and caller.id == "super" else []
