@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_cp.errors import FamilyError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.families import Family
-from lightning_cp.finetune.families.schedule import diffusion_facts
-from lightning_cp.finetune.families.shift import shift_facts
+from lightning_cp.finetune.families.schedule import diffusion_facts, shift_facts
 from lightning_cp.pipeline_folder import index_file, read_index
 
 

@@ -7,14 +7,13 @@ from lightning_cp.finetune.families.family import (
     Grid,
     InputOptions,
     Media,
-    ObjectiveDefaults,
     Sample,
     SideModel,
     Stored,
     TextStorage,
 )
 from lightning_cp.finetune.families.registry import family_for, load_family, pipelines, register_family
-from lightning_cp.finetune.families.shift import ResolutionShift
+from lightning_cp.finetune.families.schedule import ObjectiveDefaults, ResolutionShift
 from lightning_cp.finetune.families.stored import StoredBatch, collate
 
 __all__ = [

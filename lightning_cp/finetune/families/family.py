@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import FamilyError
 from lightning_cp.finetune.families.latents import Latents, decode_latents, latent_moments
-from lightning_cp.finetune.families.shift import ResolutionShift
+from lightning_cp.finetune.families.schedule import ObjectiveDefaults, ResolutionShift
 
 Sample = dict[str, Tensor]  # what is stored for one sample: tensors by name, without a batch dim
 Facts = dict[str, Any]  # plain numbers, strings and lists, read from a pipeline's configs; can be written as JSON
@@ -155,26 +155,6 @@ class TextStorage:
     def names(self) -> tuple[str, ...]:
         """Names of all stored tensors that depend on the text."""
         return tuple(name for part in self.parts for name in (*part.sequences, *part.others))
-
-
-@dataclass(frozen=True)
-class ObjectiveDefaults:
-    """Training objective that fits a family's pretrained weights.
-
-    Args:
-        prediction: `flow`: the transformer predicts noise minus data on a straight path; `v_prediction` and `epsilon`
-            as in diffusers' schedulers.
-        shift: shift of the flow times: a factor, or a rule that depends on the number of tokens.
-        alphas_cumprod: cumulative signal level of each integer time, for `v_prediction` and `epsilon`.
-        guidance: value of the guidance embedding in training; None if the transformer has none.
-        posterior: `mode` or `sample` of the VAE's latent distribution.
-    """
-
-    prediction: Literal["flow", "v_prediction", "epsilon"] = "flow"
-    shift: float | ResolutionShift = 1.0
-    alphas_cumprod: tuple[float, ...] = field(default=(), repr=False)
-    guidance: float | None = None
-    posterior: Literal["mode", "sample"] = "mode"
 
 
 @dataclass(frozen=True)

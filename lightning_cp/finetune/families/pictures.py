@@ -13,14 +13,13 @@ from lightning_cp.finetune.families.family import (
     Family,
     Grid,
     InputOptions,
-    ObjectiveDefaults,
     Stored,
     TextStorage,
     per_channel,
     stored_latents,
 )
 from lightning_cp.finetune.families.latents import unpack
-from lightning_cp.finetune.families.shift import shift_facts, shift_from
+from lightning_cp.finetune.families.schedule import ObjectiveDefaults, shift_facts, shift_from
 
 
 class Pictures(Family):

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, SideModel, Stored, per_channel
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.image.flux import Flux
 from lightning_cp.finetune.families.image.qwen_image import QwenImage
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack
-from lightning_cp.finetune.families.pictures import Pictures
-from lightning_cp.finetune.family_table import CONTROLNET, controlnet_error
 
 
 class WithControlNet(Pictures):

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored, TextStorage
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack, positions
-from lightning_cp.finetune.families.pictures import Pictures
+from lightning_cp.finetune.families.base import *
 
 
 class Flux(Pictures):

@@ -14,19 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Grid,
-    InputOptions,
-    Media,
-    Sample,
-    Stored,
-    TextStorage,
-)
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack
-from lightning_cp.finetune.families.pictures import Pictures
+from lightning_cp.finetune.families.base import *
 
 _AREA, _SIDE, _RATIO = 1024 * 1024, 64, 8  # the pipelines' limits of a reference: pixels, shortest side, aspect ratio
 _REFERENCE_TIME = 10  # first position of a reference's tokens; those of the generated picture have 0

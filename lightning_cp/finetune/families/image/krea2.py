@@ -15,20 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-)
-from lightning_cp.finetune.families.latents import pack, positions
-from lightning_cp.finetune.families.pictures import Pictures
-from lightning_cp.finetune.families.shift import ResolutionShift
+from lightning_cp.finetune.families.base import *
 
 _DISTILLED_SHIFT = 1.15  # mu of the pipeline for distilled transformers, at every size
 

@@ -11,10 +11,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Facts, InputOptions, Media, ObjectiveDefaults, Sample, Stored
-from lightning_cp.finetune.families.masked_text import MaskedTextPictures
-from lightning_cp.finetune.families.schedule import diffusion_defaults, diffusion_facts
+from lightning_cp.finetune.families.base import *
 
 
 class PixArtSigma(MaskedTextPictures):

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored, TextStorage
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.image.qwen_image import QwenImage
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, pack, to_images
 
 _AREA, _STEP = 1024 * 1024, 32  # pixels of a reference; its sides are multiples of the step
 _TEXT_AREA = 384 * 384  # pixels of a reference that the text encoder of Edit-Plus sees

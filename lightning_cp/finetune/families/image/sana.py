@@ -12,16 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.finetune.families.family import (
-    Facts,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-)
-from lightning_cp.finetune.families.masked_text import MaskedTextPictures, call_default
-from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
+from lightning_cp.finetune.families.base import *
 
 
 class Sana(MaskedTextPictures):

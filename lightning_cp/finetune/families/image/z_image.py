@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.finetune.families.family import Components, InputOptions, Media, Sample, Stored
-from lightning_cp.finetune.families.pictures import Pictures
-from lightning_cp.finetune.families.shift import scheduler_times
+from lightning_cp.finetune.families.base import *
 
 
 class ZImage(Pictures):

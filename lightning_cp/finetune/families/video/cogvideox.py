@@ -15,22 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    stored_latents,
-)
-from lightning_cp.finetune.families.latents import condition_image, latent_mode
-from lightning_cp.finetune.families.schedule import diffusion_defaults, diffusion_facts
+from lightning_cp.finetune.families.base import *
 
 
 class CogVideoX(Family):

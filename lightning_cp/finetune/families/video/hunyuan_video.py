@@ -14,22 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-)
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, to_images
-from lightning_cp.finetune.families.masked_text import call_default
-from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
+from lightning_cp.finetune.families.base import *
 
 
 class HunyuanVideo(Family):

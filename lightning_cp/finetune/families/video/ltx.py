@@ -12,21 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Facts,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    per_channel,
-)
-from lightning_cp.finetune.families.latents import condition_image, latent_mode
-from lightning_cp.finetune.families.masked_text import MaskedText, call_default
-from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
-from lightning_cp.finetune.families.video.first_frame import check_more_frames, first_frame_mask
+from lightning_cp.finetune.families.base import *
 
 
 class LTX(MaskedText):

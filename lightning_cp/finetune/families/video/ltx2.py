@@ -13,21 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    InputOptions,
-    Media,
-    Sample,
-    Stored,
-    TextStorage,
-    per_channel,
-)
-from lightning_cp.finetune.families.latents import Latents, condition_image, latent_mode
-from lightning_cp.finetune.families.shift import scheduler_times
-from lightning_cp.finetune.families.video.first_frame import first_frame_mask
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.video.ltx import LTX, FirstFrame, pack_tokens, unpack_tokens
-from lightning_cp.finetune.families.video.sound import log_mel, sound_of
 
 
 class LTX2(LTX):

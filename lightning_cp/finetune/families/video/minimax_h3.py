@@ -15,24 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.comm.background import to_device
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    per_channel,
-    stored_latents,
-)
-from lightning_cp.finetune.families.latents import Latents
-from lightning_cp.finetune.families.shift import shift_facts
-from lightning_cp.finetune.families.video.sound import sound_of
+from lightning_cp.finetune.families.base import *
 
 _NO_CAPTION = " "  # an empty text has no tokens, and the text encoder needs one
 _LAYOUT = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")

@@ -10,11 +10,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Facts, Grid, Media, Stored, per_channel
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.image.sana import Sana
-from lightning_cp.finetune.families.masked_text import call_default
-from lightning_cp.finetune.families.shift import shift_facts
 
 _PLAIN = (list, tuple)
 

@@ -12,21 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import (
-    Components,
-    Facts,
-    Family,
-    Grid,
-    InputOptions,
-    Media,
-    ObjectiveDefaults,
-    Sample,
-    Stored,
-    TextStorage,
-    per_channel,
-)
-from lightning_cp.finetune.families.shift import scheduler_times, shift_facts, shift_from
+from lightning_cp.finetune.families.base import *
 
 
 class Wan(Family):

@@ -12,10 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_cp.compat.versions import needs
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Components, Facts, InputOptions, Media, Sample, Stored
-from lightning_cp.finetune.families.latents import condition_image, latent_mode, to_images
-from lightning_cp.finetune.families.video.first_frame import check_more_frames, first_frame_mask
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.video.wan import Wan
 
 

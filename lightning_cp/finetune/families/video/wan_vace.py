@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.errors import FamilyError
-from lightning_cp.finetune.families.family import Facts, InputOptions, Media, Sample, Stored
-from lightning_cp.finetune.families.latents import latent_mode, to_clips
+from lightning_cp.finetune.families.base import *
 from lightning_cp.finetune.families.video.wan import Wan
-from lightning_cp.finetune.family_table import VACE
 
 
 class WanVACE(Wan):
