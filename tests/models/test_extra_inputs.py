@@ -62,10 +62,7 @@ _KINDS = {tiny.kind: name for name, tiny in reversed(CONTROLNETS.items())}
 
 @pytest.mark.parametrize(
     ("name", "mode", "parallel"),
-    [
-        *product(_KINDS.values(), ("ring",), (_BOTH,)),
-        *in_turn(_KINDS.values(), _MODES[1:], (("transformer",), _BOTH)),
-    ],
+    [*product(_KINDS.values(), ("ring",), (_BOTH,)), *in_turn(_KINDS.values(), _MODES[1:], (("transformer",), _BOTH))],
 )
 @pytest.mark.default(1)
 def test_a_controlnet_trains_with_its_transformer(

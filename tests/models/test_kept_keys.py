@@ -14,12 +14,7 @@ from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor
 
-from lightning_cp import (
-    apply_context_parallel,
-    parallelize_pipeline,
-    remove_context_parallel,
-    unparallelize_pipeline,
-)
+from lightning_cp import apply_context_parallel, parallelize_pipeline, remove_context_parallel, unparallelize_pipeline
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import ShapeError
 from tests import features

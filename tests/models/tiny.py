@@ -38,10 +38,7 @@ class Tiny:
     prepare: Callable[[Any], None] | None = None
 
     def but(
-        self,
-        sizes: Mapping[str, int] | None = None,
-        inputs: Mapping[str, Any] | None = None,
-        **config: Any,
+        self, sizes: Mapping[str, int] | None = None, inputs: Mapping[str, Any] | None = None, **config: Any
     ) -> Tiny:
         """The same with changes."""
         added = {**self.sizes, **(sizes or {})}, {**self.inputs, **(inputs or {})}

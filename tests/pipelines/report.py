@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LIST = re.compile(r"(<!-- pipelines: [^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
-_TITLES = {
-    "batch": "Branches of guidance in one batch",
-    "calls": "A call for each branch",
-    "none": "No guidance",
-}
+_TITLES = {"batch": "Branches of guidance in one batch", "calls": "A call for each branch", "none": "No guidance"}
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,7 @@ def _during(rank: int, world: int, degrees: dict[str, int]) -> list[str]:
     return [*found, _call(pipe)]
 
 
-@pytest.mark.parametrize(
-    ("world", "degrees"),
-    [(3, {"ring": 3}), (2, {"cfg": 2}), (2, {"pipe": 2})],
-)
+@pytest.mark.parametrize(("world", "degrees"), [(3, {"ring": 3}), (2, {"cfg": 2}), (2, {"pipe": 2})])
 @pytest.mark.full
 def test_a_call_that_differs_raises_and_the_next_one_does_not(
     run_ranks: RankPool, world: int, degrees: dict[str, int]

@@ -76,10 +76,7 @@ def _calls(rank: int, world: int, which: str, cfg: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "which", "cfg"),
-    [(3, FLUX, 1), (4, WAN, 2)],
-)
+@pytest.mark.parametrize(("world", "which", "cfg"), [(3, FLUX, 1), (4, WAN, 2)])
 @pytest.mark.default(1)
 def test_calls_of_all_sizes_are_those_of_one_process(run_ranks: RankPool, world: int, which: str, cfg: int) -> None:
     first, *others = run_ranks(world, _calls, which, cfg, timeout_s=240)

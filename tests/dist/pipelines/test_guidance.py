@@ -193,10 +193,7 @@ def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: in
     return float((actual - expected).abs().max()), met[0]
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "cfg", "rows"),
-    [(2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4)],
-)
+@pytest.mark.parametrize(("ring", "ulysses", "cfg", "rows"), [(2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4)])
 @pytest.mark.default("2-3")
 def test_a_custom_loop_with_split_and_gather_is_exact(
     run_ranks: RankPool, ring: int, ulysses: int, cfg: int, rows: int

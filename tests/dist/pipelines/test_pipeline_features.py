@@ -148,7 +148,8 @@ def _tried(
     return found
 
 
-LOADED = ("int8 by diffusers", "device_map of one", "torch.compile")  # another transformer: refused afterwards
+# another transformer, or other modules: refused afterwards
+LOADED = ("int8 by quanto", "int8 by diffusers", "device_map of one", "torch.compile")
 TRIED = [(feature, AFTER if i % 2 == 0 and feature not in LOADED else BEFORE) for i, feature in enumerate(WORKS)]
 TRIED += [("lora", BEFORE), ("two loras", AFTER), ("compiled blocks", BEFORE)]
 

@@ -175,10 +175,7 @@ def _fails_half_way(rank: int, world: int) -> list[str]:
     finally:
         sharding.fully_shard = real
     said = []
-    for attempt in (
-        lambda: _output(pipe, "flux_true_cfg"),
-        lambda: parallelize_pipeline(pipe, MODES["ring"](world)),
-    ):
+    for attempt in (lambda: _output(pipe, "flux_true_cfg"), lambda: parallelize_pipeline(pipe, MODES["ring"](world))):
         with pytest.raises(PlanError) as refusal:
             attempt()
         said.append(str(refusal.value))

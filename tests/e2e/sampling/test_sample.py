@@ -70,9 +70,7 @@ def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "degrees",
-    [("ring=3",), ("ulysses=2", "cfg=2"), ("cfg=2", "data_parallel=2", "precision=bf16-mixed")],
-    ids="-".join,
+    "degrees", [("ring=3",), ("ulysses=2", "cfg=2"), ("cfg=2", "data_parallel=2", "precision=bf16-mixed")], ids="-".join
 )
 def test_pictures_are_the_same_at_every_degree(
     alone: Path, trained: Path, tmp_path: Path, degrees: tuple[str, ...]

@@ -30,12 +30,7 @@ class StrictWork(dist.Work):
     """Handle of an operation. Its receive buffers hold 0xFF until `wait`."""
 
     def __init__(
-        self,
-        link: Link,
-        operation: Operation,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        fill: Fill | None,
+        self, link: Link, operation: Operation, reads: Sequence[Tensor], writes: Sequence[Tensor], fill: Fill | None
     ) -> None:
         super().__init__()
         self.operation, self.done, self.released = operation, threading.Event(), threading.Event()

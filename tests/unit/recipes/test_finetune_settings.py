@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,76 +28,63 @@ class NoGpu(Machine):
 
 
 BOTH = "model.pretrained=HERE/experts model.component=[transformer,transformer_2]"
-EXPERTS = {
-    "transformer": ["diffusers", "WanTransformer3DModel"],
-    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+HEADS = {"num_attention_heads": 4}
+
+
+def _pipeline(kind: str, *, configs: dict[str, Any] | None = None, **models: str) -> dict[str, Any]:
+    """Files of a pipeline. Args: configs: of its components, and `index` for more entries of the index."""
+    configs = {"index": {}, **(configs or {})}
+    index = {"_class_name": kind, **{name: ["diffusers", model] for name, model in models.items()}, **configs["index"]}
+    return {"model_index.json": index, **{f"{name}/config.json": configs.get(name, HEADS) for name in models}}
+
+
+_EXPERTS = {"transformer": "WanTransformer3DModel", "transformer_2": "WanTransformer3DModel"}
+_FLUX_SIZES = {**HEADS, "attention_head_dim": 16}
+_MODULAR = {
+    "_class_name": "MiniMaxH3ModularPipeline",
+    "transformer": ["diffusers", "MiniMaxH3Transformer3DModel", {"subfolder": "transformer"}],
+    "transformer_ref": [None, None, {"subfolder": ""}],
+    "vae": ["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "vae"}],
+}
+_MEDIA = [{"tokens": 12}]
+_FILES: dict[str, dict[str, Any]] = {
+    "pipe": _pipeline("WanPipeline", transformer="WanTransformer3DModel", vae="AutoencoderKLWan"),
+    "control": _pipeline(
+        "FluxControlNetPipeline",
+        configs={"transformer": _FLUX_SIZES, "controlnet": {**_FLUX_SIZES, "num_mode": None}},
+        transformer="FluxTransformer2DModel",
+        controlnet="FluxControlNetModel",
+    ),
+    "int8": _pipeline(
+        "WanPipeline",
+        configs={"transformer": {**HEADS, "quantization_config": {"quant_method": "quanto"}}},
+        transformer="WanTransformer3DModel",
+    ),
+    "experts": _pipeline(
+        "WanPipeline",
+        configs={"index": {"boundary_ratio": 0.875}, "transformer_2": {"num_attention_heads": 2}},
+        **_EXPERTS,
+    ),
+    "no_boundary": _pipeline("WanPipeline", configs={"index": {"boundary_ratio": None}}, **_EXPERTS),
+    "empty": {"model_index.json": {}},
+    "modular": {"modular_model_index.json": _MODULAR, "transformer/config.json": HEADS, "vae/config.json": {}},
+    "other_family": {"index.json": {"family": "flux"}, "contents.json": {"media": _MEDIA}},
+    "other_vae": {
+        "index.json": {"family": "wan", "settings": {"pipeline_files": {"vae": "0" * 32}}},
+        "contents.json": {"media": _MEDIA},
+    },
+    "cache": {"index.json": {}, "contents.json": {"media": _MEDIA * 5 + [{"tokens": 6, "source": "validation"}]}},
+    "damaged": {"index.json": {}, "contents.json": {"media": [{"tokens": "12"}]}},
+    "own_validation": {"index.json": {}, "contents.json": {"media": [{"tokens": 12, "use": "validation"}] * 6}},
+    "partial": {"index.json": {}},
+    "media": {},
 }
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """Folder with pipelines of one transformer and of two experts, a cache of six samples, and damaged ones."""
-    for name, files in {
-        "pipe": {
-            "model_index.json": {
-                "_class_name": "WanPipeline",
-                "transformer": ["diffusers", "WanTransformer3DModel"],
-                "vae": ["diffusers", "AutoencoderKLWan"],
-            },
-            "transformer/config.json": {"num_attention_heads": 4},
-            "vae/config.json": {},
-        },
-        "control": {
-            "model_index.json": {
-                "_class_name": "FluxControlNetPipeline",
-                "transformer": ["diffusers", "FluxTransformer2DModel"],
-                "controlnet": ["diffusers", "FluxControlNetModel"],
-            },
-            "transformer/config.json": {"num_attention_heads": 4, "attention_head_dim": 16},
-            "controlnet/config.json": {"num_attention_heads": 4, "attention_head_dim": 16, "num_mode": None},
-        },
-        "int8": {
-            "model_index.json": {"transformer": ["diffusers", "WanTransformer3DModel"]},
-            "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
-        },
-        "experts": {
-            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": 0.875, **EXPERTS},
-            "transformer/config.json": {"num_attention_heads": 4},
-            "transformer_2/config.json": {"num_attention_heads": 2},
-        },
-        "no_boundary": {
-            "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": None, **EXPERTS},
-            "transformer/config.json": {},
-            "transformer_2/config.json": {},
-        },
-        "empty": {"model_index.json": {}},
-        "modular": {
-            "modular_model_index.json": {
-                "_class_name": "MiniMaxH3ModularPipeline",
-                "transformer": ["diffusers", "MiniMaxH3Transformer3DModel", {"subfolder": "transformer"}],
-                "transformer_ref": [None, None, {"subfolder": ""}],
-                "vae": ["diffusers", "AutoencoderKLMiniMaxH3", {"subfolder": "vae"}],
-            },
-            "transformer/config.json": {"num_attention_heads": 4},
-            "vae/config.json": {},
-        },
-        "other_family": {"index.json": {"family": "flux"}, "contents.json": {"media": [{"tokens": 12}]}},
-        "other_vae": {
-            "index.json": {"family": "wan", "settings": {"pipeline_files": {"vae": "0" * 32}}},
-            "contents.json": {"media": [{"tokens": 12}]},
-        },
-        "cache": {
-            "index.json": {},
-            "contents.json": {"media": [{"tokens": 12}] * 5 + [{"tokens": 6, "source": "validation"}]},
-        },
-        "damaged": {"index.json": {}, "contents.json": {"media": [{"tokens": "12"}]}},
-        "own_validation": {
-            "index.json": {},
-            "contents.json": {"media": [{"tokens": 12, "use": "validation"}] * 6},
-        },
-        "partial": {"index.json": {}},
-        "media": {},
-    }.items():
+    for name, files in _FILES.items():
         (tmp_path / name).mkdir()
         for file, values in files.items():
             (tmp_path / name / file).parent.mkdir(exist_ok=True)
@@ -295,24 +283,12 @@ def test_the_mark_of_an_earlier_encoding_is_renamed_before_ranks_wait_for_it(
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
-        (
-            "FluxControlNetModel",
-            {"num_mode": 10},
-            "has no family for training: it is a union of",
-        ),
+        ("FluxControlNetModel", {"num_mode": 10}, "has no family for training: it is a union of"),
         ("FluxControlNetModel", {"conditioning_embedding_channels": 3}, "it takes pixels (conditioning_embedding_cha"),
-        (
-            "QwenImageControlNetModel",
-            {"extra_condition_channels": 4},
-            "it is for inpainting (extra_condition",
-        ),
+        ("QwenImageControlNetModel", {"extra_condition_channels": 4}, "it is for inpainting (extra_condition"),
         ("FluxControlNetModel", {"num_attention_heads": 24}, "has num_attention_heads=24, but the transformer has 4"),
         ("FluxMultiControlNetModel", {}, "the controlnet is a FluxMultiControlNetModel, but must be one model: Flux"),
-        (
-            "SD3ControlNetModel",
-            {},
-            "the controlnet is a SD3ControlNetModel, but must be one model: Flux",
-        ),
+        ("SD3ControlNetModel", {}, "the controlnet is a SD3ControlNetModel, but must be one model: Flux"),
     ],
 )
 def test_other_controlnets_are_refused(here: Path, kind: str, config: dict[str, int], message: str) -> None:
