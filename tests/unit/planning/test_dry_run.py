@@ -145,7 +145,7 @@ def test_errors_name_the_cause() -> None:
 
 
 class _Counts(Plain):
-    """A model that counts its blocks."""
+    """A model that counts its six blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,22 +157,22 @@ class _Counts(Plain):
         return (self.proj_out(x),)
 
 
-class _Shares(Plain):
+class _Shares(_Counts):
     """A model whose blocks have one module in common."""
+
+    forward = Plain.forward
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(6)])
         for block in self.blocks:
             block.out = self.blocks[0].out
 
 
-class _OfEach(Plain):
+class _OfEach(_Counts):
     """A model with a module for each block, outside of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(16, 4) for _ in range(6)])
         self.before = nn.ModuleList([nn.Linear(16, 16) for _ in self.blocks])
 
     def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ def report(step: int, loss: float = 0.5) -> StepReport:
     return StepReport(step, loss, 1e-3, 1.0, 0.1, 640.0)
 
 
+def write(path: Path, steps: int, losses: Callable[[int], float] = lambda step: 0.5) -> None:
+    with MetricsFile(path) as metrics:
+        for step in range(1, steps + 1):
+            metrics.watch(report(step, losses(step)))
+
+
 def test_metrics_begin_with_step_and_loss_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    with MetricsFile(path) as metrics:
-        for step in (1, 2, 3):
-            metrics.watch(report(step, 1 / 3))
+    write(path, 3, lambda step: 1 / 3)
     assert path.read_text().splitlines()[0].startswith("step,loss,")
     assert [row.step for row in read_metrics(path)] == [1, 2, 3]
     assert read_metrics(path)[0].loss == pytest.approx(1 / 3, rel=1e-7)
@@ -28,9 +33,7 @@ def test_metrics_begin_with_step_and_loss_and_read_back(tmp_path: Path) -> None:
 
 def test_resuming_in_the_same_folder_keeps_the_rows_before_and_drops_those_after(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    with MetricsFile(path) as metrics:
-        for step in range(1, 6):
-            metrics.watch(report(step))
+    write(path, 5)
     with MetricsFile(path, resumed_at=3) as metrics:
         metrics.watch(report(4, 0.25))
     assert [(row.step, row.loss) for row in read_metrics(path)][2:] == [(3, 0.5), (4, 0.25)]
@@ -38,9 +41,7 @@ def test_resuming_in_the_same_folder_keeps_the_rows_before_and_drops_those_after
 
 def test_a_last_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    with MetricsFile(path) as metrics:
-        for step in (1, 2, 3):
-            metrics.watch(report(step))
+    write(path, 3)
     whole = path.read_bytes()
     for cut in range(1, len(whole.splitlines()[-1])):
         path.write_bytes(whole[:-cut])
@@ -56,9 +57,7 @@ def test_a_last_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
 
 def test_another_row_that_is_damaged_is_an_error_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    with MetricsFile(path) as metrics:
-        for step in (1, 2, 3):
-            metrics.watch(report(step))
+    write(path, 3)
     whole = path.read_text()
     for damaged in (whole.replace("\n2,", "\n2,oops,", 1), whole.replace("\n2,0.5", "\nx2", 1)):
         path.write_text(damaged)
@@ -118,9 +117,7 @@ def test_rows_can_be_fewer_but_the_first_is_there(tmp_path: Path) -> None:
 
 
 def test_the_loss_curve_is_a_png(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.csv") as metrics:
-        for step in range(1, 40):
-            metrics.watch(report(step, 1 / step))
+    write(tmp_path / "metrics.csv", 39, lambda step: 1 / step)
     draw_loss_curve(tmp_path / "metrics.csv", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -150,9 +147,7 @@ def test_a_line_is_due_after_a_minute_and_after_a_validation(
 
 def test_a_resumed_run_continues_the_metrics_of_the_other_folder(tmp_path: Path) -> None:
     first, second = tmp_path / "metrics.csv", tmp_path / "second.csv"
-    with MetricsFile(first) as metrics:
-        for step in range(1, 6):
-            metrics.watch(report(step, 1 / step))
+    write(first, 5, lambda step: 1 / step)
     with MetricsFile(second, resumed_at=3, resumed=first) as metrics:
         metrics.watch(report(4, 0.125))
     assert [(row.step, row.loss) for row in read_metrics(second)][1:] == [(2, 0.5), (3, 0.33333333), (4, 0.125)]
