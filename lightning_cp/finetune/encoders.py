@@ -18,7 +18,7 @@ from lightning_cp.files import read_json
 from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.modular import class_with_call, is_modular
 from lightning_cp.finetune.pipeline import load_pipeline
-from lightning_cp.pipeline_folder import find_pipeline, plain_index
+from lightning_cp.pipeline_folder import find_pipeline, read_index
 from lightning_cp.pipelines.components import build_component
 
 _SETTING = "model.pretrained"  # holds the source
@@ -83,27 +83,17 @@ def pipeline_class(source: str) -> type:
 
 
 def _index(source: str) -> dict[str, Any]:
-    """Read the index of a pipeline, modular or not. Raises: ValueError: there is none, or it is damaged."""
-    import diffusers
-
-    folder = str(find_pipeline(source, setting=_SETTING))
+    folder = find_pipeline(source, setting=_SETTING)
     try:
-        index: Any = diffusers.DiffusionPipeline.load_config(folder)
-    except (OSError, ValueError, RecursionError) as error:
-        index = None
-        with suppress(OSError, ValueError, RecursionError):
-            index = diffusers.ModularPipeline.load_config(folder)
-        if not isinstance(index, dict):
-            message = f"{_SETTING}={source} cannot be loaded: {' '.join(str(error).split())}"
-            raise ValueError(message) from None
-        index = plain_index(index)
-    if not isinstance(index, dict) or not index.get("_class_name"):
+        index = read_index(folder)
+    except ValueError as error:
+        raise ValueError(f"{_SETTING}={source} cannot be loaded: {error}") from None
+    if not index.get("_class_name"):
         raise ValueError(f"{_SETTING}={source}: its model_index.json names no pipeline class")
     return index
 
 
 def _class(source: str, index: dict[str, Any]) -> type:
-    """Return the pipeline's class. Raises: ValueError: it is not one of diffusers."""
     import diffusers
 
     name = index["_class_name"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from lightning_cp.engine.meta import default_dtype, load_when_allocated, weights
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.pipeline import quantised_error
-from lightning_cp.finetune.weight_files import WeightFiles, WeightStream, find_weights, local_pipeline
+from lightning_cp.finetune.weight_files import WeightFiles, WeightStream, check_names, find_weights, local_pipeline
 from lightning_cp.pipeline_folder import read_index
 from lightning_cp.plans import registered_plan
 
@@ -125,7 +124,6 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _class_and_config(folder: Path, component: str, source: str) -> tuple[Any, dict[str, Any]]:
-    """Return a component's class and its config. Args: source: setting and value, for error messages."""
     import diffusers
 
     index = read_index(folder)
@@ -190,19 +188,5 @@ def _on_meta(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _check_names(model: Any, files: WeightFiles) -> None:
-    """Compare names and shapes of a model's weights with its files'. Raises: ValueError: they differ."""
-    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    missing = [name for name in expected if name not in files.shapes]
-    left = [name for name in files.shapes if name not in expected and not any(x.search(name) for x in ignored)]
-    other = [name for name in expected if files.shapes.get(name, expected[name]) != expected[name]]
     where = f"{files.folder} does not fit its config.json ({type(model).__name__})"
-    if missing:
-        raise ValueError(f"{where}: {missing[0]} and {len(missing) - 1} more weights are missing in the files")
-    if left:
-        raise ValueError(f"{where}: the files have {left[0]} and {len(left) - 1} more weights that the model lacks")
-    if other:
-        raise ValueError(
-            f"{where}: {other[0]} has shape {list(files.shapes[other[0]])} in the files, and "
-            f"{list(expected[other[0]])} in the model"
-        )
+    check_names(where, {name: tuple(x.shape) for name, x in model.state_dict().items()}, files, model)

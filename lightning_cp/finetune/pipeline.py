@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_cp.files import read_json
 from lightning_cp.finetune.modular import load_modular
-from lightning_cp.pipeline_folder import MODULAR_INDEX, find_pipeline, index_file
+from lightning_cp.pipeline_folder import MODULAR_INDEX, find_pipeline, index_file, read_index
 
 
 def load_pipeline(
@@ -33,19 +33,20 @@ def load_pipeline(
         components: components that are used instead of those in the source, by name.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
+    import diffusers
     from diffusers import DiffusionPipeline
 
-    loaded: Any = DiffusionPipeline
     where = f"{setting}={source}"
     find_pipeline(source, setting=setting)
     try:
         if is_modular_source(source):
             pipe = load_modular(source, dtype, without=without, components=components)
         else:
-            if without or components:
-                loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
-            none = dict.fromkeys([*without, *_absent(source)])
-            pipe = loaded.from_pretrained(source, dtype=dtype, **{**none, **components})
+            index, kind = read_index(find_pipeline(source, setting=setting)), DiffusionPipeline
+            if without or components:  # DiffusionPipeline itself would load optional components all the same
+                kind = getattr(diffusers, str(index.get("_class_name")), kind)
+            absent = [name for name, x in index.items() if x == [None, None]]  # loaded only if they are passed as None
+            pipe = kind.from_pretrained(source, dtype=dtype, **{**dict.fromkeys([*without, *absent]), **components})
     except Exception as error:
         quantised = [name for name in _quantised(source) if name not in {*without, *components}]
         if quantised:
@@ -103,26 +104,10 @@ def _check_quantised(where: str, components: Mapping[str, Any]) -> None:
             raise quantised_error(where, [name], f"transformers does not know the quantiser {method}")
 
 
-def _absent(source: str) -> list[str]:
-    """Return the components that a pipeline was saved without: diffusers loads it only if they are passed as None."""
-    from diffusers import DiffusionPipeline
-
-    index = DiffusionPipeline.load_config(source)
-    return [name for name, x in index.items() if isinstance(x, (list, tuple)) and list(x) == [None, None]]
-
-
 def is_modular_source(source: str) -> bool:
     """Return whether a source has the index of a modular pipeline only."""
     index = index_file(find_pipeline(source, setting="source"))
     return index is not None and index.name == MODULAR_INDEX
-
-
-def _class_in(source: str) -> Any:
-    """Return the class of diffusers that a pipeline's source names, or the general one for other classes."""
-    import diffusers
-
-    name = diffusers.DiffusionPipeline.load_config(source).get("_class_name")
-    return getattr(diffusers, str(name), diffusers.DiffusionPipeline)
 
 
 def _code_files(source: str) -> list[str]:

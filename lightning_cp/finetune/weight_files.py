@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,36 @@ def _without_weights(folder: Path) -> str:
     return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{variant_files}"
 
 
+def check_names(
+    where: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    files: WeightFiles,
+    model: Any,
+    *,
+    missing: Sequence[str] | None = None,
+) -> None:
+    """Compare names and shapes of a model's weights with its files'. Raises: ValueError: they differ.
+
+    Args:
+        where: begins the error.
+        shapes: of the model's weights, by their names in the files.
+        missing: names that the files lack; None: all names of `shapes` that are not in them.
+    """
+    ignored = [re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    missing = [name for name in shapes if name not in files.shapes] if missing is None else missing
+    left = [name for name in files.shapes if name not in shapes and not any(x.search(name) for x in ignored)]
+    other = [name for name, shape in shapes.items() if files.shapes.get(name, shape) != shape]
+    if missing:
+        raise ValueError(f"{where}: {missing[0]} and {len(missing) - 1} more weights are missing in the files")
+    if left:
+        raise ValueError(f"{where}: the files have {left[0]} and {len(left) - 1} more weights that the model lacks")
+    if other:
+        raise ValueError(
+            f"{where}: {other[0]} has shape {list(files.shapes[other[0]])} in the files, and "
+            f"{list(shapes[other[0]])} in the model"
+        )
+
+
 @dataclass(frozen=True)
 class WeightStream:
     """Loader of a model's weights, see `stream_weights`. Args: folder: the component's folder."""
@@ -153,18 +183,9 @@ def _stream(module: nn.Module, folder: Path) -> None:
     aliases = {name: x for name, x in targets.items() if name not in files.shapes and name not in freed}
     loaded = {id(targets[name]) for name in files.shapes if name in targets}
     missing = [name for name, x in aliases.items() if id(x) not in loaded]  # tied weights are saved under one name
-    ignored = [re.compile(x) for x in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    left = [name for name in files.shapes if name not in targets and not any(x.search(name) for x in ignored)]
+    shapes = {name: files.shapes[name] if name in freed else tuple(x.shape) for name, x in targets.items()}
+    check_names(str(folder), shapes, files, module, missing=missing)
     targets = {name: x for name, x in targets.items() if name not in freed}  # of blocks that other ranks hold
-    for names, problem in ((missing, "are missing in the files"), (left, "are not in the model")):
-        if names:
-            raise ValueError(f"{folder}: {names[0]} and {len(names) - 1} more weights {problem}")
-    for name, target in targets.items():
-        if name in files.shapes and files.shapes[name] != tuple(target.shape):
-            raise ValueError(
-                f"{folder}: {name} has shape {list(files.shapes[name])} in the files, and {list(target.shape)} in "
-                "the model"
-            )
     for path, names in files.by_file.items():
         with safe_open(path, framework="pt") as file:
             for name in names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -18,10 +17,8 @@ from lightning_cp.finetune.adapters.lora_file import LoraFile, read_lora
 from lightning_cp.finetune.adapters.lora_targets import matched_layers, named_layers, ranks_of_layers
 from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.settings import LoraSettings
-from lightning_cp.training.ema import full_tensor
 
 _RANK = 16  # of a new adapter
-_NORMS = "lora_magnitude_vector"  # of DoRA
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -127,19 +124,6 @@ def _config(settings: LoraSettings, names: list[str], rank: int, alpha: float, r
         use_dora=settings.dora,
         **patterns,
     )
-
-
-def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter's matrices in full, on the CPU, by diffusers' names without the component.
-
-    Ranks: all that hold a shard of the transformer.
-    """
-    part, norms = re.compile(rf"\.{ADAPTER}\b"), f"{_NORMS}.{ADAPTER}.weight"
-    return {
-        part.sub("", name.replace(norms, _NORMS)): full_tensor(x.detach()).to("cpu", copy=True)
-        for name, x in transformer.named_parameters()
-        if re.search(rf"\.(lora_A|lora_B|{_NORMS}|lokr_\w+)\.{ADAPTER}\b", name)
-    }
 
 
 def _layers_to_adapt(

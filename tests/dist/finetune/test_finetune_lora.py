@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.finetune.adapters.lora import add_lora, lora_state
+from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.settings import LoraSettings
 from tests.dist.lightning_ranks import fabric_of, whole
 from tests.harness import RankPool
-from tests.pretrained import inputs, saved
+from tests.pretrained import inputs, lora_state, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA = LoraSettings(rank=4, alpha=8.0)

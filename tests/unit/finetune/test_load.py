@@ -230,5 +230,5 @@ def test_streaming_into_another_model_is_refused(wan: Path) -> None:
     with pytest.raises(ValueError, match=r"proj_out.weight has shape \[16, 48\] in the files, and \[3, 48\]"):
         stream_weights(model, wan)
     del model.proj_out
-    with pytest.raises(ValueError, match=r"and 1 more weights are not in the model"):
+    with pytest.raises(ValueError, match=r"and 1 more weights that the model lacks"):
         stream_weights(model, wan)

@@ -15,14 +15,14 @@ from torch import nn
 
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.families import family_for
-from lightning_cp.finetune.adapters.lora import add_lora, check_lora, lora_state
+from lightning_cp.finetune.adapters.lora import add_lora, check_lora
 from lightning_cp.finetune.adapters.lora_file import load_loras
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.families.image.sd3 import StableDiffusion3
 from lightning_cp.finetune.settings import LoraSettings
 from tests.families.cases import made
 from tests.models import TINY
-from tests.pretrained import inputs
+from tests.pretrained import inputs, lora_state
 
 Q = "blocks.0.attn1.to_q"
 
