@@ -126,7 +126,7 @@ def context_parallel_attention(
     Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
         again, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
-        arXiv:2405.07719 (unified).
+        arXiv:2405.07719 (unified); NVIDIA, TensorRT-LLM's Attention2D (grid).
     """
     config = context_config(parallel_config)
     groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config, shares)

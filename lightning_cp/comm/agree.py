@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.errors import CallFailedError
+from lightning_cp.errors import CallFailedError, PeerMismatchError
+from lightning_cp.mesh.groups import MeshGroups
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -36,6 +37,20 @@ def first_difference(by_rank: Sequence[Mapping[str, str]], missing: str) -> tupl
             if first != here:
                 return name, rank, first, here
     return None
+
+
+def compare_settings(groups: MeshGroups, **settings: object) -> None:
+    """Check that all ranks of a context group were given the same settings and shares.
+
+    Ranks: all of the context group. Raises: PeerMismatchError, on all of them.
+    """
+    settings["shares"] = [*(groups.shares or [1] * groups.context_size)]
+    by_rank = gather_objects({name: str(value) for name, value in settings.items()}, groups.context)
+    if (difference := first_difference(by_rank, "nothing")) is not None:
+        name, rank, first, here = difference
+        raise PeerMismatchError(
+            f"{name} must be equal on all ranks of a context group, but rank {rank} was given {here} and rank 0 {first}"
+        )
 
 
 def text_of(error: BaseException) -> str:

@@ -168,21 +168,5 @@ def checked_order(name: str, order: Tensor, length: int) -> Tensor:
     return order
 
 
-def compare_shares(groups: MeshGroups) -> None:
-    """Check that all ranks of a context group were given the same shares.
-
-    Ranks: all of the context group. Raises: PeerMismatchError, on all of them.
-    """
-    if groups.context is None:
-        return
-    by_rank = all_gather_ints([*(groups.shares or [1] * groups.context_size)], group=groups.context)
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
-            raise PeerMismatchError(
-                f"shares must be equal on all ranks of a context group, but rank {rank} was given {other} and rank 0 "
-                f"{by_rank[0]}"
-            )
-
-
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
     return [list(sizes[rank::ranks]) for rank in range(ranks)]

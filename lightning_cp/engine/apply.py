@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.comm.shards import compare_shares
+from lightning_cp.comm.agree import compare_settings
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.diffusers_names import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
@@ -111,7 +111,7 @@ def parallelize(
     session = Session(groups, config, model_plan, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
-    compare_shares(groups)
+    compare_settings(groups, rotate_method=config.rotate_method, convert_to_fp32=config.convert_to_fp32)
     installed = Installed(module, session, model_plan, plan, mlp_tiles)
     installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model

@@ -96,6 +96,6 @@ def test_the_host_waits_for_no_more_than_without_ranks(mode: str, build: Any, wi
             torch.set_default_dtype(torch.float32)
         steps = steps_of(model, inputs)
         alone = found_in(steps, recorder)  # the model's own code may build tables on the host
-        with mock.patch.object(apply, "compare_shares"):  # reads the shares of all ranks
+        with mock.patch.object(apply, "compare_settings"):  # reads the shares of all ranks
             apply.parallelize(model, config, check_peers="off")
         assert found_in(steps, recorder) == alone

@@ -302,13 +302,17 @@ def test_rows_and_tiles_of_an_autoencoder_follow_the_shares(run_ranks: RankPool,
 
 
 def _unlike(rank: int, world: int) -> list[str]:
-    """Errors of each rank where the last one was given other shares."""
+    """Errors of each rank where the last one was given other shares, or another rotate_method."""
     found = []
     config, given = ContextParallelConfig(ulysses_degree=world), (1, 3, 2) if rank < world - 1 else None
     q = torch.randn(1, 4, 4, 8)
     for call in (
         lambda: apply_context_parallel(wan().build(), config, shares=given),
         lambda: context_parallel_attention(q, q, q, parallel_config=config, shares=given),
+        lambda: apply_context_parallel(
+            wan().build(),
+            ContextParallelConfig(ring_degree=world, rotate_method="alltoall" if given else "allgather"),
+        ),
     ):
         try:
             call()
@@ -320,7 +324,9 @@ def _unlike(rank: int, world: int) -> list[str]:
 
 
 def test_ranks_with_other_shares_are_refused_on_all_ranks(run_ranks: RankPool) -> None:
-    for at_set_up, in_attention in run_ranks(3, _unlike):
+    for at_set_up, in_attention, of_methods in run_ranks(3, _unlike):
         assert "shares must be equal" in at_set_up
         assert "rank 2 was given [1, 1, 1] and rank 0 [1, 3, 2]" in at_set_up
         assert "checksum of shares" in in_attention
+        assert "rotate_method must be equal" in of_methods
+        assert "rank 2 was given allgather and rank 0 alltoall" in of_methods
