@@ -121,9 +121,10 @@ FAULTS = (
         "dist/attention/test_shares.py",
     ),
     Fault("launch/cause.py", "exit_code=128 - code", "exit_code=0", "unit/launch faults/launch"),
-    # a grid: dQ not summed over the row, a partial result merged twice
+    # a grid: dQ not summed over the row, a partial result merged twice, rows and columns exchanged
     Fault("attention/grid.py", "Grads(grads.sum(0, dtype=", "Grads(grads[:1].sum(0, dtype=", _EXACT),
     Fault("attention/grid.py", "zip(*parts, strict=True):", "[*zip(*parts), *zip(*parts)]:", _EXACT),
+    Fault("mesh/groups.py", "row=row, column=column,", "row=column, column=row,", _EXACT),
     # transfers: read before they are complete, given back in flight, posted in an order in which ranks wait in a circle
     Fault(
         "comm/ring_exchange.py", "chunk.clear()\n        pending.wait()\n", "chunk.clear()\n", f"{_STRICT} attention"
