@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,22 @@ def _installed(model: nn.Module) -> Any:
     )
 
 
+def _arithmetic(x: Tensor) -> Tensor:
+    mask = torch.tensor([[[0.0], [2.0]]])
+    out = 1 - (0.5 + x[:, :2] * mask - mask) / 2
+    mask.fill_(99)
+    return out
+
+
+HOW: dict[str, Callable[[Tensor], Tensor]] = {
+    "untouched": lambda x: x,
+    "views": lambda x: x[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2),
+    "copies": lambda x: (-x.double()[:, :3].to(torch.float32)).clone(),
+    "arithmetic": _arithmetic,
+    "numpy": lambda x: torch.from_numpy(np.asarray(x) + x.numpy()) + torch.tensor(x.tolist()),
+}
+
+
 def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
     """Two steps of as many branches as there are ranks. Their results are read in some way between the calls."""
     calls = BranchRunner("a loop", _ranks(rank, world))
@@ -76,43 +93,22 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
                 out, word = calls.call(_installed(model), model, (x + step + branch,), {})
                 assert word == "kept"
                 assert isinstance(out, LazyTensor)
-                if how == "views":
-                    out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
-                if how == "copies":
-                    out = (-out.double()[:, :3].to(torch.float32)).clone()
-                if how == "arithmetic":
-                    mask = torch.tensor([[[0.0], [2.0]]])
-                    out = 1 - (0.5 + out[:, :2] * mask - mask) / 2
-                    mask.fill_(99)
-                if how == "numpy":
-                    out = torch.from_numpy(np.asarray(out) + out.numpy()) + torch.tensor(out.tolist())
-                outs.append(out)
+                outs.append(HOW[how](out))
             found += [float(x) for x in torch.cat(outs).flatten()]
     return found, model.calls, calls.shared
 
 
-@pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "numpy"])
-@pytest.mark.default(2)
+def test_a_branch_that_needs_the_one_before_is_refused(run_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"computes one branch at a time.*needs one branch to compute the next"):
+        run_ranks(3, _reading, "numpy")
+
+
+@pytest.mark.parametrize("how", ["views", "arithmetic", "copies", "untouched"])
+@pytest.mark.default(1)
 def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str) -> None:
-    world = 3
-    if how == "numpy":
-        with pytest.raises(
-            AssertionError, match=r"computes one branch at a time.*needs one branch to compute the next"
-        ):
-            run_ranks(world, _reading, how)
-        return
-    x = torch.arange(6.0).view(1, 6)
-    expected: list[float] = []
-    for step in range(4):
-        for branch in range(world):
-            out = x + step + branch
-            if how == "views":
-                out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
-            if how == "copies":
-                out = -out[:, :3]
-            if how == "arithmetic":
-                out = 1 - (0.5 + out[:, :2] * torch.tensor([[[0.0], [2.0]]]) - torch.tensor([[[0.0], [2.0]]])) / 2
-            expected += out.flatten().tolist()
+    world, x = 3, torch.arange(6.0).view(1, 6)
+    outs = [HOW[how](x + step + branch) for step in range(4) for branch in range(world)]
+    expected = [y for out in outs for y in out.flatten().tolist()]
     for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
         assert found == expected
         assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all, which gives the shapes

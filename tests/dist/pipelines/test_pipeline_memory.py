@@ -71,14 +71,14 @@ class _Weights:
 
 
 def _sharded(
-    rank: int, world: int, name: str, shard: tuple[str, ...], trial: tuple[str, int, int], dtype: Any
+    rank: int, world: int, name: str, shard: tuple[str, ...], trial: tuple[str, int, int]
 ) -> tuple[float, dict[str, float]]:
     """The error, and of each component the part of its layers' bytes that this rank holds after a call."""
     mode, ranks, cfg = trial
-    pipe = _pipe(name).to(dtype)
+    pipe = _pipe(name)
     alone = _output(pipe, name)
     layers = {key: _layer_bytes(pipe.components[key]) for key in shard}
-    whole = _pipe(name).to(dtype)
+    whole = _pipe(name)
     parallelize_pipeline(whole, MODES[mode](ranks), cfg=cfg)
     expected = _output(whole, name)
     del whole
@@ -114,7 +114,7 @@ WAYS = {3: [("ulysses", 3, 1)], 4: [("unified", 4, 1), ("ring", 2, 2), ("ulysses
 def test_sharded_pipelines_give_one_process_latents(run_ranks: RankPool, kind: str, world: int) -> None:
     for trial in WAYS[world]:
         _, context, cfg = trial
-        for error, held in run_ranks(world, _sharded, *SHARDED[kind], trial, torch.float32, timeout_s=240):
+        for error, held in run_ranks(world, _sharded, *SHARDED[kind], trial, timeout_s=240):
             assert error <= 1e-4, f"{trial}: {error:.1e}"
             features.compared("sharded weights (`shard=`)", error)
             for name, part in held.items():
@@ -184,10 +184,8 @@ def _fails_half_way(rank: int, world: int) -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused_by_name(run_ranks: RankPool) -> None:
     for said in run_ranks(2, _refused):
-        for message, part in zip(
-            said, ("a AutoencoderKL cannot be sharded", "must be one of the components", "cfg=2"), strict=True
-        ):
-            assert part in message
+        parts = ("a AutoencoderKL cannot be sharded", "must be one of the components", "cfg=2")
+        assert all(part in message for part, message in zip(parts, said, strict=True))
 
 
 def test_a_partly_sharded_pipeline_raises_at_every_call(run_ranks: RankPool) -> None:
