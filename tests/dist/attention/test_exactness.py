@@ -17,6 +17,7 @@ ROTATED = [  # world, ring, ulysses, rotate method; by default those of 3 ranks 
     (3, 1, 3, "allgather"),
     (6, 3, 2, "alltoall"),
     (6, 6, 1, "grid 3x2"),
+    (2, 2, 1, "alltoall"),  # the next rank is the previous one, too
     (4, 4, 1, "allgather"),
     (4, 4, 1, "alltoall"),
     (4, 1, 4, "allgather"),

@@ -29,8 +29,6 @@ from lightning_cp.vae import parallelize_vae
 from tests import features
 from tests.dist.attention.test_exactness import problems
 from tests.dist.compare import averaged, outcome, worst
-from tests.dist.lightning_ranks import STRATEGIES, fabric_of
-from tests.dist.lightning_ranks import whole as gathered
 from tests.dist.problems import Problem, errors, expect, part_of, solve, whole
 from tests.dist.vaes import ALL, make_vae
 from tests.harness import RankPool
@@ -162,63 +160,6 @@ def _compiled(rank: int, world: int, mode: str) -> float:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_of_several_lengths_are_exact(run_ranks: RankPool, mode: str, world: int) -> None:
     assert max(run_ranks(world, _compiled, mode, timeout_s=300)) < 1e-5  # with the model's float32 casts
-
-
-class _Attention(nn.Module):
-    """A plain module that calls attention itself, on shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, config: ContextParallelConfig, shares: Any = None) -> Tensor:
-        q, k, v = (y.unflatten(-1, (4, 4)) for y in self.qkv(x).chunk(3, -1))
-        attended = context_parallel_attention(q, k, v, parallel_config=config, shares=shares)
-        assert isinstance(attended, Tensor)
-        return self.out(attended.flatten(2))
-
-
-def _trained(rank: int, world: int, sharded: bool, settings: dict[str, Any]) -> tuple[float, str]:
-    """Error of all gradients of a module with a transformer and a plain part, and the line about the ranks."""
-    strategy = STRATEGIES["fabric", "cp_fsdp" if sharded else "cp"](**settings)
-    fabric = fabric_of(rank, world, strategy)
-    torch.manual_seed(0)
-    plain, x = _Attention(), torch.randn(2, 11, 16)
-    model = nn.ModuleDict({"transformer": wan().build().float(), "plain": plain})
-    arguments = {name: v.float() if v.is_floating_point() else v for name, v in wan().arguments().items()}
-    config = ContextParallelConfig(ring_degree=settings.get("ring", 1), ulysses_degree=settings.get("ulysses", 1))
-    model["transformer"](**arguments, return_dict=False)[0].square().mean().backward()
-    model["plain"](x, ContextParallelConfig()).square().mean().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-
-    transformer = fabric.setup(model["transformer"])
-    alone = fabric.setup(plain)
-    line = next(line for line in strategy.context.described if "Wan" in line)
-    fabric.backward(transformer(**arguments, return_dict=False)[0].square().mean())
-    shard = strategy.shard({"x": x}, {"x": 1})["x"]
-    assert strategy.gather(shard, 1).equal(x)
-    fabric.backward(strategy.local_mean(alone(shard, config, settings["shares"]).square().mean(), shard.shape[1]))
-    found = {name: gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return worst(found, expected), line  # type: ignore[arg-type]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("world", "sharded", "settings", "line"),
-    [
-        (3, False, {"ring": 3, "shares": [1, 3, 2]}, "3 ranks = data 1 × ring 3 × ulysses 1, shares 1:3:2; Wan"),
-        (4, False, {"ring": 2, "shares": [0.5, 1.0]}, "= data 2 × ring 2 ×"),
-        (4, True, {"ring": 2, "ulysses": 2, "shares": [3, 1, 1, 2]}, "3:1:1:2"),
-    ],
-)
-@pytest.mark.default(1)
-def test_strategies_train_with_one_process_gradients(
-    run_ranks: RankPool, world: int, sharded: bool, settings: dict[str, Any], line: str
-) -> None:
-    for error, found in run_ranks(world, _trained, sharded, settings, init=False):
-        assert error < 1e-4
-        assert line in found
 
 
 def _sampled(rank: int, world: int, family: str, mode: str, cfg: int) -> float:

@@ -138,6 +138,7 @@ def _two_lengths(rank: int, world: int, reentrant: bool) -> float:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.default(1)
 def test_two_checkpointed_forwards_of_different_lengths_replay_each_its_own(
     run_ranks: RankPool, reentrant: bool
 ) -> None:

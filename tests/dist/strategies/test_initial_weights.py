@@ -119,7 +119,7 @@ def _without_values(rank: int, world: int) -> tuple[bool, Tensor]:
     return isinstance(weights[0], DTensor) > isinstance(weights[1], DTensor), torch.cat([x.flatten() for x in own])
 
 
-def test_replicas_that_no_rank_has_values_for_are_initialised_equally(run_ranks: RankPool) -> None:
+def test_replicas_without_values_start_alike_and_frozen_children_stay_whole(run_ranks: RankPool) -> None:
     found = run_ranks(4, _without_values, init=False)
     assert all(is_right and own.isfinite().all() for is_right, own in found)
     zero, one, two, three = (own for _, own in found)

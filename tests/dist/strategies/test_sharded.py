@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from tests.dist.lightning_ranks import STRATEGIES, distance, fabric_of, flat, trainer_of, whole
-from tests.dist.module import Clips, TrainsWan
+from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, distance, fabric_of, flat, train_alone, trainer_of, whole
+from tests.dist.module import Clips, Mixed, TrainsWan, inputs
 from tests.harness import RankPool
 from tests.models.wan import wan
 
@@ -136,39 +136,6 @@ def test_lora_on_a_frozen_base_that_is_sharded(run_ranks: RankPool, precision: s
         assert all(untouched)
 
 
-class _Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
-
-    def encode(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = nn.functional.linear(x, layer.weight, layer.bias)
-        return x
-
-
-class _WithEncoder(nn.Module):
-    """A transformer and a frozen encoder that is called by a method of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer, self.encoder = wan().build().float(), _Encoder().requires_grad_(requires_grad=False)
-
-    def forward(self, **arguments: Any) -> Any:
-        arguments["encoder_hidden_states"] = self.encoder.encode(arguments["encoder_hidden_states"])
-        return self.transformer(**arguments)
-
-
-def _frozen(rank: int, world: int) -> list[set[bool]]:
-    fabric, module = fabric_of(rank, world, ContextParallelFSDPStrategy(ulysses=world)), _WithEncoder()
-    fabric.backward(_loss(fabric.setup(module)))
-    return [{isinstance(p, DTensor) for p in one.parameters()} for one in (module.encoder, module.transformer)]
-
-
-def test_children_that_do_not_train_stay_whole(run_ranks: RankPool) -> None:
-    assert run_ranks(2, _frozen, init=False) == [[{False}, {True}]] * 2
-
-
 def _late(rank: int, world: int) -> tuple[str, Tensor, Tensor]:
     for kind in (torch.optim.AdamW, torch.optim.Adagrad):  # Adagrad begins when it is created
         fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
@@ -196,39 +163,24 @@ def test_an_optimizer_that_has_begun_with_whole_weights_is_refused(run_ranks: Ra
         torch.testing.assert_close(found, expected)
 
 
-class _Tied(nn.Module):
-    """One weight, used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 6), nn.Linear(6, 4, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embedding(x))
-        return out
-
-
-def _tied(rank: int, world: int, path: Path) -> list[Tensor]:
-    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+def _tied(rank: int, world: int, path: Path) -> tuple[bool, Tensor]:
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world, **BY_PLAN))
     with fabric.init_module(empty_init=True):
-        model = _Tied()
-    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        model = Mixed()
+    wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
     fabric.load_raw(path, wrapped)
-    fabric.backward(wrapped(torch.arange(4)).square().sum())
+    model.scale.copy_(Mixed().scale)  # which no state dict holds
+    fabric.backward(wrapped(inputs()).square().mean())
     optimizer.step()
-    return [whole(p.detach()) for p in model.parameters()]
+    return model.tail.weight is model.head.weight, flat(model)
 
 
 def test_tied_weights_stay_tied_without_storage(run_ranks: RankPool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    reference = _Tied()
-    torch.save(reference.state_dict(), tmp_path / "weights.pt")
-    reference(torch.arange(4)).square().sum().backward()
-    torch.optim.SGD(reference.parameters(), lr=0.5).step()
-    for found in run_ranks(2, _tied, tmp_path / "weights.pt", init=False):
-        assert len(found) == 1
-        torch.testing.assert_close(found[0], reference.head.weight.detach())
+    torch.save(Mixed().state_dict(), tmp_path / "weights.pt")
+    expected = flat(train_alone(Mixed(), [inputs()]))
+    for is_tied, weights in run_ranks(2, _tied, tmp_path / "weights.pt", init=False):
+        assert is_tied
+        assert distance(weights, expected) < 1e-5
 
 
 def _refused(rank: int, world: int) -> list[str]:

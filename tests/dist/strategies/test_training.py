@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], dict[str, Any]]] = {
     "sharded, replicated": ("fabric", "cp_fsdp", 4, {"ring": 2, "replicate": 2}, {"accumulate": 2, "clip": NORM}),
     "sharded, mesh": ("fabric", "cp_fsdp", 4, {"mesh": (2, 1, 2)}, {"clip": VALUE}),
     "sharded, Trainer": ("trainer", "cp_fsdp", 4, {"ulysses": 2}, {"accumulate": 2, "clip": NORM}),
+    "sharded, shares": ("fabric", "cp_fsdp", 4, {"ring": 2, "ulysses": 2, "shares": [3, 1, 1, 2]}, {"clip": NORM}),
     "bf16-true": ("trainer", "cp", 4, {"ring": 2}, {"precision": "bf16-true"}),
     "checkpointing": ("trainer", "cp", 4, {"ring": 2}, {"feature": "checkpointing"}),
     "selective": ("trainer", "cp", 4, {"ring": 2}, {"feature": "selective"}),
@@ -319,27 +320,30 @@ class _Attention(nn.Module):
         torch.manual_seed(0)
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
-    def forward(self, x: Tensor, config: ContextParallelConfig) -> Tensor:
+    def forward(self, x: Tensor, config: ContextParallelConfig, shares: list[int] | None = None) -> Tensor:
         q, k, v = (y.unflatten(-1, (4, 4)) for y in self.qkv(x).chunk(3, -1))
-        out: Tensor = self.out(context_parallel_attention(q, k, v, parallel_config=config).flatten(2))
+        out: Tensor = self.out(context_parallel_attention(q, k, v, parallel_config=config, shares=shares).flatten(2))
         return out
 
 
-def _local_loss(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world))
+def _local_loss(rank: int, world: int, kind: str, shares: list[int] | None) -> tuple[Tensor, Tensor]:
+    fabric = fabric_of(rank, world, STRATEGIES["fabric", kind](ring=world, shares=shares))
     strategy: Any = fabric.strategy
     model = _Attention()
     wrapped = fabric.setup(model)
     shard = strategy.shard({"batch": {"x": inputs()}, "label": 3}, {"x": 1})["batch"]["x"]
-    out = wrapped(shard, ContextParallelConfig(ring_degree=world))
+    out = wrapped(shard, ContextParallelConfig(ring_degree=world), shares)
     fabric.backward(strategy.local_mean(out.square().mean(), shard.shape[1]))
-    return _gradients(model), strategy.gather(out, 1).detach()
+    return flat(model, gradients=True), strategy.gather(out, 1).detach()
 
 
-def test_a_plain_module_on_shards_trains_with_one_process_gradients(run_ranks: RankPool) -> None:
+@pytest.mark.parametrize(("kind", "shares"), [("cp", None), ("cp_fsdp", [1, 3, 2])])
+def test_a_plain_module_on_shards_trains_with_one_process_gradients(
+    run_ranks: RankPool, kind: str, shares: list[int] | None
+) -> None:
     model = _Attention()
     expected = model(inputs(), ContextParallelConfig())
     expected.square().mean().backward()
-    for gradients, out in run_ranks(3, _local_loss, init=False):
+    for gradients, out in run_ranks(3, _local_loss, kind, shares, init=False):
         assert distance(gradients, _gradients(model)) < 1e-5
         assert distance(out, expected) < 1e-5
