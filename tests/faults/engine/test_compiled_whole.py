@@ -197,24 +197,27 @@ def test_apply_and_remove_on_a_compiled_model_take_effect(run_ranks: RankPool, h
         assert max(gradient for *_, gradient in found) < _GRADIENT
 
 
-def _changed(rank: int, world: int, name: str, change: str) -> list[Errors]:
+def _changed(rank: int, world: int, name: str, change: str, fullgraph: bool) -> list[Errors]:
     arguments, single = TINY[name].arguments(), TINY[name].build()
     change_model(single, change, donor_of(name))
     expected = outcome(single, arguments)
     model = TINY[name].build()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
-    compiled = torch.compile(model, backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        outcome(compiled, arguments)
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    _outcome(compiled, arguments)
     change_model(model, change, donor_of(name))
     return [_errors(compiled, arguments, expected, world) for _ in range(2)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "change"), [("sd3", "first processor"), ("wan", "appended")])
-def test_changes_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
-    for results in run_ranks(2, _changed, name, change, timeout_s=300):
+@pytest.mark.parametrize(
+    ("name", "change", "fullgraph"),
+    [("sd3", "first processor", False), ("wan", "appended", False), ("wan", "first processor", True)],
+)
+def test_changes_after_the_model_was_compiled_are_followed(
+    run_ranks: RankPool, name: str, change: str, fullgraph: bool
+) -> None:
+    for results in run_ranks(2, _changed, name, change, fullgraph, timeout_s=300):
         for output, gradient in results:
             assert output < _OUTPUT
             assert gradient < _GRADIENT
@@ -238,26 +241,6 @@ def _rebuilt(rank: int, world: int, change: str) -> str:
 def test_a_compiled_model_rebuilt_by_hand_needs_its_plan_again(run_ranks: RankPool, change: str) -> None:
     for message in run_ranks(2, _rebuilt, change, timeout_s=300):
         assert "Apply the plan again" in message
-
-
-def _full_graph(rank: int, world: int) -> list[float]:
-    model, arguments = wan().build(), wan().arguments()
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
-    compiled = _compiled(model, "function")
-    with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        compiled(**arguments)
-        change_model(model, "first processor", donor_of("wan"))
-        found = [compiled(**arguments).sample for _ in range(2)]
-        remove_context_parallel(model)
-        expected = model(**arguments).sample
-    return [float((out - expected).abs().max()) for out in found]
-
-
-@pytest.mark.full
-def test_a_change_under_fullgraph_is_followed(run_ranks: RankPool) -> None:
-    for errors in run_ranks(3, _full_graph, timeout_s=240):
-        assert max(errors) < _OUTPUT
 
 
 class _Idle:
