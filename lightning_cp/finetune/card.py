@@ -101,7 +101,6 @@ class ModelCard:
         return path
 
     def _use(self, base: str) -> list[str]:
-        """Return how to load the adapter or the ControlNet with diffusers."""
         if self.adapter is None and self.component.startswith("transformer"):
             return []
         if self.adapter is None:

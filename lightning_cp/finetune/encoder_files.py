@@ -80,7 +80,6 @@ def _content(path: Path) -> bytes:
 
 
 def _tensors(paths: Iterable[Path]) -> Iterator[bytes]:
-    """Yield name, layout and some bytes of each tensor."""
     for path in paths:
         with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             start = 8 + int.from_bytes(content[:8], "little")

@@ -51,7 +51,6 @@ class HostWeights:
         self.current = None
 
     def _fetch(self, i: int, *_: object) -> None:
-        """Copy the weights of the unit that runs next."""
         if i == self.current:
             return
         step = -1 if self.current is not None and i < self.current and i + 1 == self.current else 1
@@ -147,7 +146,6 @@ def _apply_in_host(host: HostWeights, unit: nn.Module, fn: Callable[[Tensor], Te
 
 
 def _frozen(unit: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the frozen weights that are not sharded: their module, name and value."""
     for module in unit.modules():
         for key, x in module._parameters.items():
             if x is not None and not x.requires_grad and not isinstance(x, DTensor):

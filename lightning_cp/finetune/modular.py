@@ -113,7 +113,6 @@ def _encode(pipe: Any, block: Any, call: Any, *, device: object = None, **given:
 
 
 def _names_of_inputs(block: Any) -> list[str]:
-    """Return the names of a block's inputs, and of those that select one of its tasks."""
     names = [*(x.name for x in block.inputs), *getattr(block, "block_trigger_inputs", ())]
     return [name for name in dict.fromkeys(names) if name is not None]
 

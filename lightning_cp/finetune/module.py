@@ -195,7 +195,6 @@ class FineTuning(LightningModule):
         return part.loss(self.transformer)
 
     def _check_accumulation(self) -> None:
-        """Raises: ValueError: Lightning accumulates gradients too, or those of batches of several experts."""
         number = self.trainer.accumulate_grad_batches
         if number != 1 and self.expert is not None:
             raise ValueError(

@@ -76,7 +76,6 @@ def quantised_error(where: str, names: Sequence[str], reason: object) -> ValueEr
 
 
 def _quantised(source: str) -> list[str]:
-    """Return the components of a pipeline that have a `quantization_config`, by name."""
     from diffusers import DiffusionPipeline
 
     folder = Path(source)
@@ -111,6 +110,5 @@ def is_modular_source(source: str) -> bool:
 
 
 def _code_files(source: str) -> list[str]:
-    """Return the Python files in a pipeline's folder and its components' folders; none for an id on the Hub."""
     folder = Path(source)
     return sorted(str(path.relative_to(folder)) for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))

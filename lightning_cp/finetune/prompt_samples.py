@@ -121,7 +121,6 @@ def _stop(*_: object) -> NoReturn:
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of `encode_prompt` as text, without the device. Pictures and arrays are hashed."""
     arguments = (args, sorted((name, x) for name, x in kwargs.items() if name != "device"))
     return repr(replace(_PIXELS, _digest, arguments))
 
@@ -133,7 +132,6 @@ def _digest(picture: Any) -> tuple[str, ...]:
 
 
 def _fits(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Return whether the free memory of a device is enough for the modules."""
     if device.type != "cuda":
         return False
     needed = sum(x.numel() * x.element_size() for module in modules for x in module.parameters())
@@ -297,7 +295,6 @@ def _picture(file: str | Path) -> Image.Image:
 
 
 def _check_call(kind: type, call: Mapping[str, Any], where: str) -> None:
-    """Check the arguments of a call. Raises: FamilyError: the pipeline has no such argument."""
     accepted = [name for name in inspect.signature(kind.__call__).parameters if name != "self"]
     unknown = [name for name in call if name not in accepted]
     if unknown:

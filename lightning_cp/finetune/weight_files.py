@@ -91,7 +91,6 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes. Raises: ValueError: the file is damaged; safetensors compares its length, too."""
     from safetensors import SafetensorError, safe_open
 
     try:

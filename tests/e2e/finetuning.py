@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lightning_cp.precompute import PrecomputeSettings, precompute
+from tests.e2e.recipe import ROOT
 from tests.families.cases import CASES, made
+from tests.harness import warm
 from tests.unit.finetune.media.encode import write_video
 
 
@@ -80,3 +84,10 @@ def write_cache(
     assert not result.skipped, result.skipped
     assert result.encoded == count
     return folder
+
+
+def run_recipe(name: str, folder: Path, *overrides: str) -> None:
+    """Run a recipe in a folder, on the CPU, without a failure."""
+    command = [sys.executable, str(ROOT / f"recipes/{name}.py"), *overrides, "accelerator=cpu", "progress=false"]
+    ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=folder, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -87,21 +87,6 @@ def _transposed_tokens(base: type[Family]) -> type[Family]:
     return Wrong
 
 
-def _values_in_another_order(base: type[Family]) -> type[Family]:
-    """Order the values of a token by row, column, channel. Inputs and prediction fit together."""
-
-    class Wrong(base):  # type: ignore[valid-type, misc]
-        def inputs(self, noisy: Tensor, *args: Any) -> dict[str, Any]:
-            arguments = super().inputs(noisy, *args)
-            tokens = arguments["hidden_states"].unflatten(2, (-1, 4)).transpose(2, 3).flatten(2)
-            return {**arguments, "hidden_states": tokens}
-
-        def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-            return super().prediction(output.unflatten(2, (4, -1)).transpose(2, 3).flatten(2), noisy)
-
-    return Wrong
-
-
 def _cut_text(base: type[Family]) -> type[Family]:
     """Pad text to 64 positions, not to the full length."""
 
@@ -138,35 +123,10 @@ def _without_reference_ids(_: Family, arguments: dict[str, Any]) -> dict[str, An
     return {"img_ids": ids}
 
 
-def _statistics_flipped(base: type[Family]) -> type[Family]:
-    """Give the values of a patch the statistics of the reverse order."""
-
-    class Wrong(base):  # type: ignore[valid-type, misc]
-        @classmethod
-        def read_facts(cls, pipe: Any) -> dict[str, Any]:
-            facts = super().read_facts(pipe)
-            return {**facts, "latents_mean": facts["latents_mean"][::-1]}
-
-    return Wrong
-
-
-def _mask_at_the_end(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    mask = arguments["encoder_attention_mask"]
-    return {"encoder_attention_mask": mask.sort(dim=1, descending=True).values}
-
-
-def _layers_flipped(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"encoder_hidden_states": arguments["encoder_hidden_states"].flip(2)}
-
-
 def _mask_of_the_last_frame(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     hidden = arguments["hidden_states"].clone()
     hidden[:, 4:8] = hidden[:, 4:8].flip(2)
     return {"hidden_states": hidden}
-
-
-def _times_without_zeros(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"timestep": arguments["timestep"].amax(dim=1, keepdim=True).expand_as(arguments["timestep"])}
 
 
 def _last_channels(base: type[Family]) -> type[Family]:
@@ -192,24 +152,6 @@ def _condition_first(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_states": arguments["hidden_states"].roll(5, dims=1)}
 
 
-def _condition_in_all_frames(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    hidden = arguments["hidden_states"].clone()
-    hidden[:, 4:] = hidden[:, 4:, :1]
-    return {"hidden_states": hidden}
-
-
-def _quotes_without_mask(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"encoder_attention_mask_2": torch.ones_like(arguments["encoder_attention_mask_2"])}
-
-
-def _text_from_another_encoder(base: type[Family]) -> type[Family]:
-    class Wrong(base):  # type: ignore[valid-type, misc]
-        def encode_text(self, *args: Any) -> list[Sample]:
-            return [{**x, "pooled_embeds": x["pooled_embeds"].roll(16)} for x in super().encode_text(*args)]
-
-    return Wrong
-
-
 def _frame_rate_of_the_pipeline(base: type[Family]) -> type[Family]:
     """Store the pipeline's default frame rate with every clip."""
 
@@ -223,11 +165,6 @@ def _frame_rate_of_the_pipeline(base: type[Family]) -> type[Family]:
 def _bins_before_channels(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
     sound = arguments["audio_hidden_states"]
     return {"audio_hidden_states": sound.unflatten(2, (2, 2)).transpose(2, 3).flatten(2)}
-
-
-def _channels_after_times(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
-    sound = arguments["audio_hidden_states"]
-    return {"audio_hidden_states": sound.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)}
 
 
 def _control(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
@@ -252,56 +189,27 @@ def _kept_and_changed_parts_exchanged(_: Family, arguments: dict[str, Any]) -> d
 CAPTURE, ORACLE, BATCH = {"capture"}, {"oracle"}, {"batch"}
 MISTAKES = {
     "token_order": Mistake("flux", _transposed_tokens, CAPTURE | ORACLE),
-    "order_of_values": Mistake("qwen_image", _values_in_another_order, CAPTURE | ORACLE),
     "sign": Mistake("flux", _prediction(torch.neg), ORACLE),
-    "sign_of_v": Mistake("cogvideox_v_prediction", _prediction(torch.neg), ORACLE),
-    "time_scale": Mistake("flux", _times(1000.0), CAPTURE | ORACLE),
-    "time_not_scaled": Mistake("sd3", _times(1 / 1000), CAPTURE | ORACLE),
     "time_plus_one": Mistake("wan", _times(1.0, offset=1.0), CAPTURE | ORACLE),
     "normalisation": Mistake("sd3", _facts(shift_factor=0.0), ORACLE),
-    "normalisation_of_the_reference": Mistake("flux_kontext", _facts(scaling_factor=1.0), CAPTURE | ORACLE),
-    "normalisation_of_the_condition": Mistake("cogvideox_image_1_5", _facts(invert_scale=True), CAPTURE),
     "mask_of_the_text": Mistake("qwen_image", _inputs(lambda *_: {"encoder_hidden_states_mask": None}), BATCH),
     "mask_of_the_frames": Mistake("wan_image", _inputs(_mask_of_the_last_frame), CAPTURE),
-    "times_of_the_known_frame": Mistake("wan_image_time_per_token", _inputs(_times_without_zeros), CAPTURE),
     "guidance": Mistake("flux", _inputs(lambda _, x: {"guidance": 1000 * x["guidance"]}), CAPTURE),
     "text_length": Mistake("wan", _cut_text, CAPTURE),
-    "pooled_text": Mistake("sd3", _text_from_another_encoder, CAPTURE),
-    "positions_of_the_reference": Mistake("flux_kontext", _inputs(_without_reference_ids), CAPTURE),
     "positions": Mistake("cogvideox", _facts(sample_size=[12, 20]), CAPTURE),
     "frame_rate": Mistake("ltx", _frame_rate_of_the_pipeline, CAPTURE),
-    "time_of_the_first_frame": Mistake("ltx_image", _inputs(_times_without_zeros), CAPTURE),
-    "normalisation_of_the_sound": Mistake("ltx2", _facts(sound_mean=[0.0] * 4), ORACLE),
     "order_of_the_sound": Mistake("ltx2", _inputs(_bins_before_channels), CAPTURE | ORACLE),
-    "positions_of_the_sound": Mistake("ltx2", _facts(sound_position_scale=1), CAPTURE),
-    "time_of_the_sound": Mistake("minimax_h3", _facts(sound_shift=12.0), ORACLE),
-    "rows_of_the_sound": Mistake("minimax_h3", _inputs(_channels_after_times), CAPTURE | ORACLE),
-    "modalities": Mistake("minimax_h3", _facts(tags={"text": 1, "video": 2, "audio": 0}), CAPTURE),
     "velocity_of_the_sound": Mistake("minimax_h3", _prediction(lambda x: {**x, "sound": -x["sound"]}), ORACLE),
     "prediction_type": Mistake("cogvideox_v_prediction", _other_prediction, ORACLE),
-    "normalisation_after_patching": Mistake("flux2", _statistics_flipped, ORACLE),
     "positions_of_the_flux2_reference": Mistake("flux2_reference", _inputs(_without_reference_ids), CAPTURE),
-    "padding_in_the_text": Mistake("krea2", _inputs(_mask_at_the_end), CAPTURE),
-    "layers_of_the_text": Mistake("krea2", _inputs(_layers_flipped), CAPTURE),
     "sign_in_a_list": Mistake("z_image", _prediction(torch.neg), ORACLE),
-    "time_not_reversed": Mistake("z_image", _inputs(lambda _, x: {"t": 1 - x["t"]}), CAPTURE | ORACLE),
-    "text_in_a_list": Mistake("z_image", _inputs(lambda _, x: {"cap_feats": x["cap_feats"][::-1]}), BATCH),
     "learned_variance": Mistake("pixart_sigma", _last_channels, ORACLE),
-    "time_of_a_schedule": Mistake("pixart_sigma", _times(0.5), CAPTURE),
     "instruction_of_negatives": Mistake("sana_euler", _negatives_like_captions, CAPTURE),
-    "instruction": Mistake("sana_euler", _facts(instruction=["Describe: "]), CAPTURE),
-    "guidance_not_scaled": Mistake("hunyuan_video", _inputs(lambda _, x: {"guidance": x["guidance"] / 1000}), CAPTURE),
     "channels_of_the_condition": Mistake("hunyuan_video15", _inputs(_condition_first), CAPTURE | ORACLE),
-    "condition_in_all_frames": Mistake("hunyuan_video15_image_to_video", _inputs(_condition_in_all_frames), CAPTURE),
-    "mask_of_the_quotes": Mistake("hunyuan_video15", _inputs(_quotes_without_mask), CAPTURE),
     "tokens_of_the_control": Mistake(
         "flux_controlnet", _control(lambda x: {"controlnet_cond": x["controlnet_cond"].flip(1)}), CAPTURE
     ),
-    "scale_of_the_control": Mistake("flux_controlnet", _control(lambda _: {"conditioning_scale": 0.5}), CAPTURE),
     "outputs_of_the_controlnet": Mistake("flux_controlnet", _outputs_exchanged, CAPTURE),
-    "normalisation_of_the_control": Mistake(
-        "qwen_image_controlnet", _control(lambda x: {"controlnet_cond": 2 * x["controlnet_cond"]}), CAPTURE
-    ),
     "parts_of_the_control": Mistake("wan_vace", _inputs(_kept_and_changed_parts_exchanged), CAPTURE),
     "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
 }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
-from _pytest.mark.structures import ParameterSet
 
 from lightning_cp.families import family_for
 from lightning_cp.family_check import FamilyReport, capture_proof, check_family
@@ -15,21 +12,7 @@ from tests.families.mistakes import MISTAKES
 from tests.families.report import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAST = {  # the other cases are marked `full`
-    "float32": {
-        *("flux_kontext", "wan", "sd3", "qwen_image", "flux_controlnet"),
-    },
-    "mistakes": {
-        *("sign", "mask_of_the_text"),
-    },
-}
-
 FIRST = [name for name in {case.pipe: name for name, case in reversed(CASES.items())}.values() if name != "flux"]
-
-
-def _cases(names: Iterable[str], group: str) -> list[ParameterSet]:
-    """Mark the cases that are not in FAST as `full`."""
-    return [pytest.param(name, marks=() if name in FAST[group] else pytest.mark.full) for name in names]
 
 
 def _failed(report: FamilyReport) -> dict[str, str]:
@@ -41,7 +24,8 @@ def _record(name: str, report: FamilyReport, suffix: str = "") -> None:
         record(report.family, report.pipeline, name, f"{proof.name}{suffix}", proof.error)
 
 
-@pytest.mark.parametrize("name", _cases(CASES, "float32"))
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.default("flux_kontext]", "wan]", "sd3]", "qwen_image]", "flux_controlnet]")
 def test_float32(name: str) -> None:
     report = check_family(made(name), CASES[name].captions, media(name))
     _record(name, report)
@@ -49,7 +33,7 @@ def test_float32(name: str) -> None:
     assert report.proofs[0].error == 0
 
 
-@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in FIRST[::4])])
+@pytest.mark.parametrize("name", ["flux", *FIRST[::8]])
 @pytest.mark.full
 def test_bfloat16(name: str) -> None:
     report = check_family(made(name, torch.bfloat16), CASES[name].captions, media(name))
@@ -63,7 +47,8 @@ def test_capture_with_texts_of_two_lengths() -> None:
     assert capture_proof(pipe, family_for(pipe), CAPTIONS, given).passed
 
 
-@pytest.mark.parametrize("name", _cases(MISTAKES, "mistakes"))
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.default("sign]", "mask_of_the_text")
 def test_a_mistake_is_found(name: str) -> None:
     mistake = MISTAKES[name]
     pipe = made(mistake.case)

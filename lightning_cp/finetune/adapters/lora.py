@@ -109,7 +109,6 @@ def _sizes(layer: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _config(settings: LoraSettings, names: list[str], rank: int, alpha: float, ranks: dict[str, int]) -> Any:
-    """Return peft's config of the adapter. Args: ranks: ranks of the layers with a rank of their own."""
     from peft import LoKrConfig, LoraConfig
 
     patterns = {"rank_pattern": ranks, "alpha_pattern": ranks if settings.alpha is None else {}}
@@ -154,7 +153,6 @@ def _layers_to_adapt(
 
 
 def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> None:
-    """Compare a file with a model's layers. Raises: ValueError: names or shapes differ."""
     for name, (a, b) in file.layers.items():
         if name not in layers:
             raise ValueError(f"lora.file={file.path} is of another model: {model} has no layer {name}")
@@ -167,7 +165,6 @@ def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> 
 
 
 def _checked_alpha(settings: LoraSettings, file: LoraFile | None, rank: int) -> float:
-    """Return alpha. Raises: ValueError: the settings and the file differ."""
     saved = None if file is None else file.alpha
     if file is not None and saved is not None and settings.alpha not in (None, saved):
         raise ValueError(

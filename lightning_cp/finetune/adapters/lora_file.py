@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list
     models = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
     states = {f"{name}.{key}": x for name, model in models.items() for key, x in model.state_dict().items()}
     # Older files of CLIP have one more level. Other weights than an adapter's, such as norms, replace a model's.
-    loaded = {name.replace(f".{adapter}", "").replace(".text_model.", "."): x for name, x in states.items()}
+    names = ((f".{adapter}", ""), (".text_model.", "."), ("magnitude_vector.weight", "magnitude_vector"))  # DoRA
+    loaded = {reduce(lambda name, pair: name.replace(*pair), names, name): x for name, x in states.items()}
     return [
         name
         for name, x in expected.items()
@@ -169,7 +171,6 @@ def _not_loaded(pipe: Any, expected: Mapping[str, Tensor], adapter: str) -> list
 
 
 def _read(setting: str, file: Path) -> tuple[dict[str, Tensor], Any]:
-    """Return all tensors and the settings in the metadata. Raises: ValueError: the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -190,7 +191,6 @@ def _check_weights(refused: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Group the tensors by layer."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, x in tensors.items():
         layer, _, kind = name.removesuffix(".weight").rpartition(".")

@@ -145,7 +145,6 @@ def _adjoint(function: Callable[[Any], Any], shaped: Mapping[Any, Tensor], value
 
 
 def _joined(answers: list[Any]) -> Any:
-    """Join the outputs of several branches along the batch: tensors, lists, or tuples of them."""
     first = answers[0]
     if isinstance(first, Tensor):
         return torch.cat(answers)

@@ -74,7 +74,6 @@ def topology_proof(
 def _gradients(
     objective: Objective, model: nn.Module, family: Family, stored: StoredBatch, step: int
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Return the loss, and the gradient of each parameter by name."""
     model.zero_grad()
     loss = objective.loss(model, family, stored, step=step, first_index=0)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -87,7 +87,6 @@ def _in_words(name: str, old: str | None, new: str | None) -> str:
 
 
 def _component(name: str, component: Any) -> Fingerprint:
-    """Return parts of the fingerprint by suffix of the name."""
     if component is None:
         return {"": "absent"}
     kind = {"": type(component).__name__}
@@ -150,7 +149,6 @@ def _config(component: Any) -> Any:
 
 
 def _files(component: Any) -> str:
-    """Return the hash of all files that a tokenizer or processor saves."""
     digest = hashlib.sha256()
     with TemporaryDirectory() as name:
         component.save_pretrained(name)
@@ -163,7 +161,6 @@ def _files(component: Any) -> str:
 
 
 def _saved_json(content: bytes) -> bytes:
-    """Return a tokenizer's JSON file without the keys that do not change its output."""
     values = json.loads(content)
     if isinstance(values, dict):
         values = {key: value for key, value in values.items() if key not in _NOT_IN_FILES}

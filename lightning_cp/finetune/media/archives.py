@@ -69,7 +69,6 @@ def unpack(path: Path, into: Path, *, caption_column: str | None = None) -> Path
 
 
 def _unpack_anew(archives: Sequence[Path], folder: Path, caption_column: str | None, mark: dict[str, Any]) -> None:
-    """Write all files to a new folder, and put it in the place of the old one."""
     scratch = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
     scratch.mkdir()

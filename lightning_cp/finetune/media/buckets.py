@@ -191,7 +191,6 @@ def centre_crop(height: int, width: int, bucket: Bucket, *, max_upscale: float =
 
 
 def _resized(frame: Tensor, height: int, width: int) -> Tensor:
-    """Resize one frame. Args: frame: uint8 [3, h, w]. Returns: float32 in [0, 255]."""
     values = frame.float()
     if values.shape[-2:] == (height, width):
         return values

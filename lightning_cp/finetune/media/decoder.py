@@ -80,7 +80,6 @@ def open_video(file: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_pixels(stream: Any) -> None:
-    """Raise MediaError if frames have more pixels than the limit, as stored or as shown."""
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height * max(1.0, pixel_aspect(stream)) > FRAME_PIXELS:
         raise MediaError(

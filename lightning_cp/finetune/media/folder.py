@@ -115,7 +115,6 @@ def _attached(media: list[Path]) -> dict[tuple[str, str], Path]:
 
 
 def _refusal(file: Path, stems: set[str]) -> str | None:
-    """Return why a file is not used; None for images, videos and their captions. Args: stems: names of the media."""
     if not is_unicode(str(file)):
         return "its name is not UTF-8: rename it"
     suffix = file.suffix.lower()

@@ -46,7 +46,6 @@ def find_in_folders(
 
 
 def _unpacked(folder: DataFolder, unpack_to: Path | None) -> DataFolder:
-    """Return a folder of files in place of one of archives."""
     if unpack_to is None or not archives_of(folder.path):
         return folder
     path = unpack(folder.path, unpack_to, caption_column=folder.caption_column)
@@ -56,7 +55,6 @@ def _unpacked(folder: DataFolder, unpack_to: Path | None) -> DataFolder:
 
 
 def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
-    """Yield each folder with its name. Raises: DataError: two names are equal."""
     seen = dict[str, Path]()
     for i, folder in enumerate(folders):
         name = folder.name
@@ -95,7 +93,6 @@ def _with_settings(source: Source, folder: DataFolder, name: str, origin: str) -
 
 
 def _check_validation(sources: Sequence[Source]) -> None:
-    """Raise DataError if two samples have one id, or a file is trained on and in the validation set."""
     ids, held_out = dict[str, Source](), {x.file.resolve() for x in sources if x.use == "validation"}
     for source in sources:
         other = ids.setdefault(source.id, source)

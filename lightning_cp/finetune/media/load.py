@@ -125,7 +125,6 @@ def _reference_size(bucket: Bucket, size: Callable[..., tuple[int, int]] | None)
 
 
 def _check_mask(size: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise MediaError if a mask has another (height, width) than its picture or clip."""
     if size != expected:
         raise MediaError(
             f"is a mask of {size[1]}x{size[0]} pixels, but its picture or clip has {expected[1]}x{expected[0]}: both "
@@ -134,7 +133,6 @@ def _check_mask(size: tuple[int, ...], expected: tuple[int, ...]) -> None:
 
 
 def _read_mask(file: Path, pixels: Tensor, bucket: Bucket, max_upscale: float) -> Tensor:
-    """Read a mask and cut it like the pixels. Returns: [1, h, w]. Raises: MediaError: it has another size."""
     with failures_of(file):
         read = read_image(file, background=BLACK).unsqueeze(1)
         _check_mask(read.shape[-2:], pixels.shape[-2:])
@@ -156,7 +154,6 @@ def _read_control(source: Source, file: Path, frames: int, fps: float | None, ra
 def _read_video(
     source: Source, buckets: Sequence[Bucket], fps: float | None, max_upscale: float
 ) -> tuple[Tensor, Bucket, float]:
-    """Return the clip, its bucket, and frames per second."""
     info = probe(source.file)
     available = resampled_frames(info, fps=fps, start_s=source.start_s, end_s=source.end_s)
     while True:

@@ -90,7 +90,6 @@ def find_sources(
 
 
 def _relative(file: Path, root: Path) -> str:
-    """Return a path relative to `root`, or the whole path if the file is not below it."""
     return str(file.relative_to(root) if file.is_relative_to(root) else file)
 
 

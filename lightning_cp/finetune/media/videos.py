@@ -77,7 +77,6 @@ def probe(file: str | Path) -> VideoInfo:
 
 
 def _rate(stream: Any) -> float:
-    """Return frames per second on average; 0 if unknown."""
     return float(stream.average_rate or stream.guessed_rate or 0)
 
 

@@ -207,7 +207,6 @@ class Objective(ObjectiveSettings, ABC):
         """Return the noisy latents and the target, both like `clean`."""
 
     def _error(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Return the error of each element."""
         difference = predicted.to(target.dtype) - target
         return difference.square() if self.huber_c is None else pseudo_huber(difference, self.huber_c)
 

@@ -171,7 +171,6 @@ def _std(values: Sequence[float]) -> float:
 
 
 def _levels(sigma: float | Tensor, x: Tensor) -> Tensor:
-    """Return noise levels that broadcast to x."""
     levels = torch.as_tensor(sigma, dtype=x.dtype, device=x.device)
     return levels.view(-1, *[1] * (x.dim() - 1))
 

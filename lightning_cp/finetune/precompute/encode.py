@@ -184,7 +184,6 @@ def encode_seen_captions(
 
 
 def _encode(pipe: Any, family: Family, source: Source, writer: CacheWriter, loader: Loader) -> int:
-    """Encode the texts of a source that the cache does not have. Returns: their number."""
     sample = media_id(source, loader.hashes.of(source))
     new = [text for text in dict.fromkeys(source.captions) if not writer.take_text(text, sample)]
     if not new:

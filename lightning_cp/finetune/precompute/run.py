@@ -77,8 +77,6 @@ class Precomputed:
 
 @dataclass(frozen=True)
 class _Run:
-    """Objects that all phases of a run use."""
-
     pretrained: str
     data: Sequence[DataFolder]
     output: Path
@@ -258,7 +256,6 @@ def _encode_texts(
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Raise CacheError instead of OSError."""
     try:
         with writing(folder):
             yield
@@ -267,7 +264,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _prepare(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -> None:
-    """Begin or continue the cache."""
     names = dict.fromkeys((*family.components.text, *family.components.media))
     fingerprint = fingerprint_of(pipe, names, {**run.settings.identity(), "masks": has_masks(sources)})
     values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}

@@ -51,14 +51,12 @@ def default_frames(pipe: Any, family: Family) -> int:
 
 
 def _argument(pipe: Any, name: str) -> int | None:
-    """Return the default of an argument of the pipeline's call; None if it has none."""
     call = inspect.signature(type(pipe).__call__).parameters
     default = call[name].default if name in call else None
     return default if isinstance(default, int) else None
 
 
 def _config(pipe: Any, family: Family) -> Mapping[str, Any]:
-    """Return the config of the pipeline's transformer."""
     config: Mapping[str, Any] = next(
         x.config for name in family.components.train if (x := getattr(pipe, name, None)) is not None
     )
@@ -186,7 +184,6 @@ def buckets_for(source: Source, buckets: Buckets) -> Sequence[Bucket]:
 
 
 def _reason(source: Source, family: Family, buckets: Buckets) -> str | None:
-    """Return why a source cannot be used; None if it can."""
     if source.file.name == SHEET and (source.file.parent / INDEX).is_file():
         return "is the contact sheet of a latent cache"
     if source.is_video and not family.grid.frame_step:

@@ -26,7 +26,6 @@ from tests.harness import RankPool
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES, STEPS, BATCH = ("transformer", "transformer_2"), 6, 2
 CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
-full = pytest.mark.full
 
 
 def tuning(*names: str, lora: bool, **settings: Any) -> FineTuning:
@@ -130,16 +129,9 @@ def _train(rank: int, world: int, kind: type, degrees: dict[str, int], lora: boo
     ("world", "kind", "degrees", "lora", "micro"),
     [
         (3, CP, {"ring": 3}, False, None),
-        pytest.param(2, FSDP, {"ring": 2}, True, None, marks=full),
-        pytest.param(2, CP, {"ring": 2}, True, 1, marks=full),
-        pytest.param(2, CP, {"ulysses": 2}, False, None, marks=full),
-        pytest.param(2, CP, {"ring": 1}, False, None, marks=full),
-        pytest.param(4, CP, {"ring": 2}, False, None, marks=full),
-        pytest.param(4, CP, {"ring": 2}, True, None, marks=full),
-        pytest.param(2, FSDP, {"ulysses": 2}, False, 1, marks=full),
-        pytest.param(3, FSDP, {"ring": 3}, False, None, marks=full),
-        pytest.param(4, FSDP, {"ring": 2}, False, None, marks=full),
-        pytest.param(4, FSDP, {"ring": 2}, True, None, marks=full),
+        (4, CP, {"ring": 2}, True, None),
+        (2, FSDP, {"ulysses": 2}, False, 1),
+        (4, FSDP, {"ring": 2}, True, None),
     ],
 )
 @pytest.mark.full

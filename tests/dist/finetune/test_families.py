@@ -24,17 +24,18 @@ from tests.families.cases import CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
 from tests.harness.cases import in_turn
-from tests.pipelines import PIPES
+from tests.pipelines import table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+PIPELINES = list({case.pipe: name for name, case in reversed(CASES.items())}.values())  # the first case of each
 TEXTS = ["a cat", "two green birds fly over it", "rain", "a dog sleeps"]
 Prepared = tuple[nn.Module, str, Facts, list[Sample]]
 
 
-def prepared(name: str, size: tuple[int, int, int], number: int = 2) -> Prepared:
+def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) -> Prepared:
     """A tiny transformer in float64, its family, and stored samples."""
     torch.manual_seed(0)
-    pipe = PIPES[name].make()
+    pipe = table(file)[name].make()
     family = family_for(pipe)
     pixels = torch.rand(number, 3, *size) * 2 - 1
     media = {"pixels": pixels, "reference": pixels[:, :, :1]}
@@ -44,7 +45,7 @@ def prepared(name: str, size: tuple[int, int, int], number: int = 2) -> Prepared
 
 @pytest.fixture(scope="module")
 def flux() -> Prepared:
-    return prepared("flux", (1, 16, 24))
+    return prepared("flux", "flux", (1, 16, 24))
 
 
 def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -> tuple[float, str]:
@@ -66,7 +67,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "degrees"), in_turn(CASES, [(3, 1), (1, 2), (2, 2)]))
+@pytest.mark.parametrize(("case", "degrees"), in_turn(PIPELINES, [(3, 1), (1, 2), (2, 2)]))
 def test_topology_of_every_family(case: str, degrees: tuple[int, int], run_ranks: RankPool) -> None:
     torch.manual_seed(0)
     pipe = made(case)
@@ -111,15 +112,15 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        pytest.param(ContextParallelStrategy, {"ulysses": 2}, marks=pytest.mark.full),
         (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),
         (ContextParallelFSDPStrategy, {"ring": 2}),
+        (ContextParallelStrategy, {"ulysses": 2}),
     ],
-    ids=["ulysses2", "unified", "cp_fsdp"],
+    ids=["unified", "cp_fsdp", "ulysses2"],
 )
 @pytest.mark.default(1)
 def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[str, int], run_ranks: RankPool) -> None:
-    given = prepared("wan", (5, 32, 48), number=4)
+    given = prepared("wan", "wan", (5, 32, 48), number=4)
     ((losses, weights),) = run_ranks(1, _fit, given, "auto", timeout_s=120)
     world = degrees.get("ring", 1) * degrees.get("ulysses", 1)
     for losses_here, weights_here in run_ranks(world, _fit, given, (kind, degrees), timeout_s=120):
@@ -155,7 +156,7 @@ def _wrong_topology(rank: int, world: int, given: Prepared, mistake: str) -> tup
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mistake", [pytest.param("prediction", marks=pytest.mark.full), "gradient"])
+@pytest.mark.parametrize("mistake", ["gradient", "prediction"])
 def test_the_topology_proof_finds_ranks_that_differ(mistake: str, flux: Prepared, run_ranks: RankPool) -> None:
     ((passed, found),) = set(run_ranks(3, _wrong_topology, flux, mistake))
     assert not passed
@@ -217,19 +218,6 @@ def _times(rank: int, world: int, given: Prepared, strategy: Any, precision: Any
     return seen
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("kind", [ContextParallelStrategy, ContextParallelFSDPStrategy], ids=["cp", "cp_fsdp"])
-@pytest.mark.default(1)
-def test_times_reach_the_transformer_unrounded(kind: type, precision: str, run_ranks: RankPool) -> None:
-    given = prepared("wan", (5, 32, 48), number=2)
-    _, name, facts, samples = given
-    family = load_family(name, facts)
-    noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)
-    for (seen,) in run_ranks(2, _times, given, (kind, {"ring": 2}), precision, timeout_s=120):
-        assert seen.dtype == torch.float32
-        assert torch.equal(seen, (noised.times.double() * 1000).float())
-
-
 def _times_with_fabric(rank: int, world: int, given: Prepared, strategy: Any, precision: Any) -> list[Tensor]:
     """The times that the transformer is given when it is set up by Fabric itself."""
     transformer, name, facts, samples = given
@@ -248,14 +236,21 @@ def _times_with_fabric(rank: int, world: int, given: Prepared, strategy: Any, pr
     return seen
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("train", "kind", "precision"),
+    [
+        (_times_with_fabric, FabricStrategy, "bf16-mixed"),
+        (_times_with_fabric, FabricStrategy, "bf16-true"),
+        (_times, ContextParallelStrategy, "bf16-mixed"),
+        (_times, ContextParallelFSDPStrategy, "bf16-true"),
+    ],
+)
 @pytest.mark.default(1)
-def test_times_pass_fabrics_cast_unrounded(precision: str, run_ranks: RankPool) -> None:
-    given = prepared("wan", (5, 32, 48), number=2)
+def test_times_reach_the_transformer_unrounded(train: Any, kind: type, precision: str, run_ranks: RankPool) -> None:
+    given = prepared("wan", "wan", (5, 32, 48), number=2)
     _, name, facts, samples = given
     family = load_family(name, facts)
     noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)
-    strategy = FabricStrategy, {"ring": 3}
-    for (seen,) in run_ranks(3, _times_with_fabric, given, strategy, precision, timeout_s=120):
+    for (seen,) in run_ranks(3, train, given, (kind, {"ring": 3}), precision, timeout_s=120):
         assert seen.dtype == torch.float32
         assert torch.equal(seen, (noised.times.double() * 1000).float())

@@ -99,13 +99,11 @@ def _streamed(
 @pytest.mark.parametrize(
     ("name", "dtype", "flavour", "kind", "adapted"),
     [
-        ("wan", "bfloat16", "fabric", "cp_fsdp", True),  # some of its weights and its rotary tables stay in float32
-        pytest.param("flux", "bfloat16", "fabric", "cp_fsdp", False, marks=pytest.mark.full),
-        pytest.param("sd3", "float32", "fabric", "cp_fsdp", True, marks=pytest.mark.full),
-        ("sd3", "bfloat16", "fabric", "cp_fsdp", False),  # has a buffer in its files
-        pytest.param("wan", "bfloat16", "fabric", "cp", True, marks=pytest.mark.full),
+        ("wan", "bfloat16", "fabric", "cp_fsdp", True),
+        ("sd3", "bfloat16", "fabric", "cp_fsdp", False),
         ("wan", "bfloat16", "trainer", "cp_fsdp", True),
         ("flux", "float32", "trainer", "cp", False),
+        ("sd3", "float32", "fabric", "cp_fsdp", True),
     ],
 )
 @pytest.mark.default(1)

@@ -37,7 +37,8 @@ def _run(rank: int, world: int, pipe: Path, data: Path, output: Path, settings: 
     return done.found, done.encoded, done.stored, sorted(one.file.name for one in done.skipped)
 
 
-@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 3, 4), marks=pytest.mark.full)])
+@pytest.mark.parametrize("worlds", [(3,), (2, 3, 4)])
+@pytest.mark.default(1)
 def test_ranks_store_what_one_process_stores(
     flux: Path, tmp_path: Path, run_ranks: RankPool, worlds: tuple[int, ...]
 ) -> None:
@@ -103,7 +104,7 @@ def _errors(rank: int, world: int, place: str, given: tuple[Any, ...]) -> tuple[
     raise AssertionError("expected an error")
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("world", [3, 2])
 @pytest.mark.parametrize("place", ["slow", "load", "memory"])
 @pytest.mark.default(1)
 def test_an_error_on_one_rank_ends_all_with_that_error(

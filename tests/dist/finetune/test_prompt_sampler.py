@@ -72,7 +72,7 @@ def _fit(rank: int, world: int, made: Path, strategy: str, folder: Path | None) 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(3, "cp"), pytest.param(4, "cp", marks=pytest.mark.full), pytest.param(4, "cp_fsdp", marks=pytest.mark.full)],
+    [(3, "cp"), (4, "cp_fsdp")],
 )
 def test_losses_are_the_same_with_and_without_pictures(
     world: int, strategy: str, flux: Path, run_ranks: RankPool, tmp_path: Path
@@ -120,13 +120,7 @@ UNEQUAL = [*SIZED, {"prompt": PROMPTS[0], "num_inference_steps": 3, "negative_pr
 
 @pytest.mark.parametrize(
     ("prompts", "kind", "world", "ring"),
-    [
-        (SIZED, "ContextParallelStrategy", 3, 3),
-        pytest.param(PROMPTS, "ContextParallelStrategy", 4, 2, marks=pytest.mark.full),
-        pytest.param(SIZED, "ContextParallelStrategy", 4, 2, marks=pytest.mark.full),
-        pytest.param(UNEQUAL, "ContextParallelStrategy", 3, 1, marks=pytest.mark.full),
-        pytest.param(UNEQUAL, "ContextParallelFSDPStrategy", 4, 2, marks=pytest.mark.full),
-    ],
+    [(SIZED, "ContextParallelStrategy", 3, 3), (UNEQUAL, "ContextParallelFSDPStrategy", 4, 2)],
     ids=lambda x: str(len(x)) if isinstance(x, (list, tuple)) else None,
 )
 @pytest.mark.full

@@ -123,29 +123,17 @@ def _promise(rank: int, world: int, case: Case) -> tuple[list[Tensor], bool]:
 
 
 CASES = {
-    "ring 1": (1, Case(checkpointing=True)),
-    "ring 2": (2, Case(ring=2)),
-    "ring 3": (3, Case(ring=3)),
     "ring 3, selective checkpointing, LoRA": (3, Case(ring=3, lora=0.0, checkpointing=selective_checkpoint)),
     "ulysses 2, checkpointing": (2, Case(ulysses=2, checkpointing=True)),
-    "ring 2, bf16-mixed": (2, Case(ring=2, precision="bf16-mixed")),
-    "ring 2, bf16-mixed, selective checkpointing": (
-        2,
-        Case(ring=2, precision="bf16-mixed", checkpointing=selective_checkpoint),
-    ),
-    "ring 2, sharded": (2, Case(ring=2, sharded=True)),
     "ring 3, sharded, LoRA, checkpointing": (3, Case(ring=3, sharded=True, lora=0.0, checkpointing=True)),
     "ulysses 2, sharded, bf16-mixed": (2, Case(ulysses=2, sharded=True, precision="bf16-mixed")),
     "ring 2, compiled blocks": (2, Case(ring=2, backend="inductor")),
-    "ring 2, compiled blocks, LoRA": (2, Case(ring=2, backend="aot_eager", lora=0.0)),
     "data 2, ring 2": (4, Case(ring=2)),
 }
-DEFAULT = {"ring 3, selective checkpointing, LoRA"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.full) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.default(1)
 def test_the_first_ratio_is_exactly_one(run_ranks: RankPool, name: str) -> None:
     world, case = CASES[name]
     results = run_ranks(world, _promise, case, init=False)
@@ -175,7 +163,8 @@ def _backward_inside(rank: int, world: int, case: Case) -> tuple[str, bool]:
     return raised, all(x.grad is not None for x in model.parameters() if x.requires_grad)
 
 
-@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.default(1)
 def test_a_backward_inside_of_the_reference_policy_is_refused_on_every_rank(
     run_ranks: RankPool, reentrant: bool
 ) -> None:
@@ -263,7 +252,7 @@ def _advantages(rank: int, world: int, ring: int) -> tuple[int, Tensor, Tensor]:
     return data, torch.stack(found).double(), expected.flatten(1)[:, mine]
 
 
-@pytest.mark.parametrize(("world", "ring"), [(3, 1), (4, 2), pytest.param(2, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("world", "ring"), [(3, 1), (4, 2)])
 def test_advantages_are_those_of_one_process_for_uneven_data_groups(run_ranks: RankPool, world: int, ring: int) -> None:
     for rank, (data, found, expected) in enumerate(run_ranks(world, _advantages, ring, init=False)):
         assert data == rank // ring

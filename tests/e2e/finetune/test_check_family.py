@@ -11,7 +11,7 @@ import torch
 
 from tests.families.cases import made
 from tests.harness import warm
-from tests.pipelines import PIPES
+from tests.pipelines import table
 
 _RECIPE = Path(__file__).parents[3] / "recipes" / "check_family.py"
 
@@ -20,11 +20,10 @@ def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     return warm.run([sys.executable, str(_RECIPE), *settings], cwd=folder, timeout=240)
 
 
-@pytest.mark.parametrize("name", ["wan", pytest.param("wan_two_experts", marks=pytest.mark.full)])
 @pytest.mark.full
-def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
+def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    PIPES[name].make().save_pretrained(tmp_path / "pipeline")
+    table("wan")["wan_two_experts"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "height=32", "width=48")
     assert completed.returncode == 0, completed.stderr
     assert "WanPipeline: family wan" in completed.stdout
@@ -35,19 +34,12 @@ def test_all_proofs_of_a_pipeline_pass(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("flux_controlnet", ("height=16", "width=24")),
-        ("wan_vace", ("height=32", "width=48")),
-    ],
-)
-def test_proofs_of_side_models_pass_on_three_ranks(tmp_path: Path, name: str, size: tuple[str, ...]) -> None:
+def test_proofs_of_a_side_model_pass_on_three_ranks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    PIPES[name].make().save_pretrained(tmp_path / "pipeline")
-    completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", *size)
+    table("flux")["flux_controlnet"].make().save_pretrained(tmp_path / "pipeline")
+    completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", "height=16", "width=24")
     assert completed.returncode == 0, completed.stderr
-    assert f": family {name}" in completed.stdout
+    assert ": family flux_controlnet" in completed.stdout
     assert completed.stdout.count("passed") == 4
 
 
@@ -71,7 +63,7 @@ def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
 )
 def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:
     torch.manual_seed(0)
-    PIPES["wan"].make().save_pretrained(tmp_path / "pipeline")
+    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", setting)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[-1].startswith(message)
@@ -82,13 +74,12 @@ def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, mes
     ("settings", "message"),
     [
         (("pretrained=x", "dtype=float16"), "dtype=float16 must be one of float32, bfloat16"),
-        pytest.param((), "pretrained=<folder of a pipeline> must be given", marks=pytest.mark.full),
-        pytest.param(("pretrained=x", "ranks=0"), "ranks=0 must be 1 or more", marks=pytest.mark.full),
-        pytest.param(
-            ("pretrained=x", "captions=[one]"), "must be a list of two captions or more", marks=pytest.mark.full
-        ),
+        ((), "pretrained=<folder of a pipeline> must be given"),
+        (("pretrained=x", "ranks=0"), "ranks=0 must be 1 or more"),
+        (("pretrained=x", "captions=[one]"), "must be a list of two captions or more"),
     ],
 )
+@pytest.mark.default(1)
 def test_bad_settings_are_refused(tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
     completed = _check(tmp_path, *settings)
     assert completed.returncode == 2

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +20,9 @@ from safetensors.torch import load_file
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.latent_cache import LatentCache
-from tests.e2e.finetuning import write_cache, write_media
-from tests.e2e.recipe import ROOT, Finished, run, started
+from tests.e2e.finetuning import run_recipe, write_cache, write_media
+from tests.e2e.recipe import Finished, run, started
 from tests.families.cases import CASES
-from tests.harness import warm
 from tests.harness.cases import in_turn
 
 LORA_FILE = "lora/pytorch_lora_weights.safetensors"
@@ -78,17 +75,10 @@ def val_losses(finished: Finished) -> list[float]:
 
 def sample(made: Path, name: str, *overrides: str) -> torch.Tensor:
     """Sample one picture or clip with recipes/sample.py. Returns: its pixels."""
-    command = [
-        sys.executable,
-        str(ROOT / "recipes/sample.py"),
-        f"hydra.run.dir={made / name}",
-        "prompts=[wave number 1]",
-    ]
-    command += ["num_inference_steps=2", "progress=false", "accelerator=cpu", f"output_root={made}", *overrides]
     frames, height, width = CASES["wan"].size
-    command += [f"+call.height={height}", f"+call.width={width}", f"+call.num_frames={frames}"]
-    ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    size = (f"+call.height={height}", f"+call.width={width}", f"+call.num_frames={frames}", "num_inference_steps=2")
+    where = (f"hydra.run.dir={made / name}", f"output_root={made}")
+    run_recipe("sample", made, *where, "prompts=[wave number 1]", *size, *overrides)
     (file,) = (path for path in (made / name / "samples").iterdir() if path.suffix in (".png", ".gif"))
     with Image.open(file) as image:
         return torch.tensor(np.stack([np.asarray(x.convert("RGB")) for x in ImageSequence.Iterator(image)])).float()
@@ -132,28 +122,11 @@ def test_the_recipe_samples_with_the_lora(wan: Path, alone: Finished) -> None:
         sample(wan, "refused", f"source={alone.folder}")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("trainer=lightning",),
-        ("strategy=cp_fsdp", "ring=2"),
-    ],
-    ids=" ".join,
-)
-def test_options_give_the_same_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
-    finished = tune(wan, "with_" + "_".join(options), *SMALL_LORA, "max_steps=3", *options)
-    assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
-    assert val_losses(finished) == pytest.approx(val_losses(alone)[:1], rel=1e-4)
-
-
 OPTIONS = {  # with the largest relative difference of losses between three ranks and one process
     "model.dtype=bfloat16": 1e-2,
-    "activation_checkpointing=full": 1e-4,
     "activation_checkpointing=selective": 1e-4,
     "activation_checkpointing=offload": 1e-4,
     "model.compile=true": 1e-4,
-    "model.quantize=int8": 1e-4,
     "model.quantize=nf4": 1e-4,
     "model.offload=true activation_checkpointing=full": 1e-4,
     "model.quantize=fp8 model.dtype=bfloat16 precision=bf16-mixed": 2e-2,
@@ -189,35 +162,10 @@ def test_options_on_three_ranks_equal_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
-def test_torchrun_gives_the_losses_of_one_process(wan: Path, alone: Finished, trainer: str) -> None:
-    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", f"trainer={trainer}")
-    finished = tune(wan, f"torchrun_{trainer}", *given, launcher=TORCHRUN)
+def test_torchrun_gives_the_losses_of_one_process(wan: Path, alone: Finished) -> None:
+    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", "trainer=lightning")
+    finished = tune(wan, "torchrun", *given, launcher=TORCHRUN)
     assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("options", [(), ("strategy=cp_fsdp", "ring=2")], ids=["alone", "cp_fsdp"])
-def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str, ...]) -> None:
-    from diffusers import WanTransformer3DModel
-
-    name = f"all_{len(options)}"
-    finished = tune(wan, name, "lora=null", "batch_size=2", "max_steps=2", "ema_decay=0", *options)
-    loaded = WanTransformer3DModel.from_pretrained(finished.folder / "transformer").state_dict()
-    saved = load_checkpoint(finished.folder / "checkpoints/step_00000002").states["model"]
-    base = WanTransformer3DModel.from_pretrained(wan / "pipe" / "transformer").state_dict()
-    assert loaded.keys() == base.keys()
-    assert any(not torch.equal(loaded[key], base[key]) for key in base)
-    for key, x in loaded.items():
-        assert torch.equal(x, saved[key]), key
-
-
-@pytest.mark.full
-def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
-    given = ("data=folder", f"data.path={wan / 'media'}", "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4")
-    finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
-    assert len(finished.losses) == 2
-    assert (finished.folder / "latents" / "contents.json").is_file()
 
 
 @pytest.mark.full
@@ -265,11 +213,10 @@ def test_masks_give_the_same_losses_at_every_topology(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["cogvideox"])
-def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -> None:
-    made = write_cache(tmp_path / family, family, count=5)
+def test_overfitting_four_samples_halves_the_loss(tmp_path: Path) -> None:
+    made = write_cache(tmp_path / "made", "cogvideox", count=5)
     given = ("data.validation=1", "validation.every=60", "batch_size=4", "max_steps=60", "lora=null", "ema_decay=0")
-    finished = tune(made, "overfit", *given, experiment=f"finetune_{family}")
+    finished = tune(made, "overfit", *given, experiment="finetune_cogvideox")
     first, last = (sum(finished.losses[part]) for part in (slice(0, 8), slice(-8, None)))
     assert last < 0.5 * first
     assert len(val_losses(finished)) == 1
@@ -293,12 +240,11 @@ def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["cp", "cp_fsdp"])
-def test_a_stopped_job_saves_the_adapter_of_its_checkpoint(wan: Path, strategy: str) -> None:
+def test_a_stopped_job_saves_the_adapter_of_its_checkpoint(wan: Path) -> None:
     data = (f"model.pretrained={wan / 'pipe'}", f"data.path={wan / 'latents'}")
     given = ("experiment=finetune_wan", *data, *QUICK, "lora.rank=4", "batch_size=2", "checkpoint_every=2")
-    folder = wan / f"stopped_{strategy}"
-    endless = (*given, "max_steps=100000", "save_every=100000", f"strategy={strategy}", "ring=2")
+    folder = wan / "stopped"
+    endless = (*given, "max_steps=100000", "save_every=100000", "strategy=cp_fsdp", "ring=2")
     with started(*endless, folder=folder) as process:
         deadline = time.monotonic() + 300
         while latest_checkpoint(folder) is None:
@@ -313,61 +259,7 @@ def test_a_stopped_job_saves_the_adapter_of_its_checkpoint(wan: Path, strategy: 
     (saved,) = (folder / "saved").iterdir()
     assert saved.name == newest.name
     step = int(newest.name.removeprefix("step_"))
-    exported = tune(wan, f"exported_{strategy}", "lora.rank=4", "batch_size=2", f"resume={newest}", f"max_steps={step}")
+    exported = tune(wan, "exported", "lora.rank=4", "batch_size=2", f"resume={newest}", f"max_steps={step}")
     found, expected = load_file(saved / LORA_FILE), load_file(exported.folder / LORA_FILE)
     assert found.keys() == expected.keys()
     assert all(torch.equal(x, expected[key]) for key, x in found.items())
-
-
-@pytest.mark.full
-def test_lora_plus_is_the_same_at_every_topology_and_resumes(wan: Path, alone: Finished) -> None:
-    given = (*SMALL_LORA, "lora.lr_ratio=16", "optim.lr=0.001")
-    one = tune(wan, "plus", *given, "max_steps=4")
-    slow = tune(wan, "not_plus", *SMALL_LORA, "optim.lr=0.001", "max_steps=4")
-    assert one.losses[1:] != pytest.approx(slow.losses[1:], rel=1e-4)
-    two = tune(wan, "plus_two", *given, "max_steps=2", "strategy=cp", "ring=2")
-    assert two.losses == pytest.approx(one.losses[:2], rel=1e-4)
-    half = f"resume={two.folder / 'checkpoints/step_00000002'}"
-    for options in (("strategy=cp_fsdp", "ring=3"), ("trainer=lightning",)):
-        resumed = tune(wan, f"plus_resumed_{len(options)}", *given, "max_steps=4", half, *options)
-        assert resumed.losses[2:] == pytest.approx(one.losses[2:], rel=1e-4)
-        mine, expected = (load_file(run.folder / LORA_FILE) for run in (resumed, one))
-        for key, x in mine.items():
-            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
-    changed = tune(wan, "plus_changed", *SMALL_LORA, "optim.lr=0.001", "max_steps=3", half)  # one parameter group
-    assert changed.losses == pytest.approx(one.losses[2:3], rel=1e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "options", "first", "second"),
-    [
-        ("dora", ("lora.dora=true", "lora.ranks={to_q:2}", "lora.targets=all-linear"), "cp ring=3", "cp ring=2"),
-        ("lokr", ("lora.lokr=4",), "cp ring=3", "cp_fsdp ring=2"),
-        ("lokr", ("lora.lokr=4", "lora.ranks={to_q:2}"), "cp_fsdp ring=2", "cp ring=3"),
-    ],
-)
-def test_other_adapters_are_the_same_at_ring_3_and_resume(
-    wan: Path, kind: str, options: tuple[str, ...], first: str, second: str
-) -> None:
-    given, name = (*SMALL_LORA, *options), re.sub("[= ]", "_", f"{kind}_{first}")
-    one = tune(wan, name, *given, "max_steps=4", "save_every=2")
-    three = tune(wan, f"{name}_three", *given, "max_steps=2", *f"strategy={first}".split())
-    assert three.losses == pytest.approx(one.losses[:2], rel=1e-4)
-    ranks = f"strategy={second}".split()
-    resumed = tune(wan, f"{name}_resumed", *given, "max_steps=4", f"resume={three.folder}", *ranks)
-    assert resumed.losses[2:] == pytest.approx(one.losses[2:], rel=1e-4)
-    mine, expected = (load_file(run.folder / LORA_FILE) for run in (resumed, one))
-    parts = {"dora": {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}, "lokr": {"lokr_w1", "lokr_w2_a"}}
-    kinds = {".".join(name.split(".")[-2:]) if "weight" in name else name.rpartition(".")[2] for name in expected}
-    assert kinds - {"lokr_w2_b"} == parts[kind]
-    assert mine.keys() == expected.keys()
-    for key, x in mine.items():
-        torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
-    assert not (one.folder / "lora/comfyui.safetensors").exists()
-    assert ("pipe.transformer.load_lora_adapter(" in (one.folder / "lora/README.md").read_text()) == (kind == "lokr")
-    source = f"source={wan / 'pipe'}"
-    adapters = ((), (f"lora={one.folder}",), (f"lora={one.folder}", "lora_scale=0"))
-    base, after, without = (sample(wan, f"{name}_{i}_sampled", source, *x) for i, x in enumerate(adapters))
-    assert not torch.equal(base, after)
-    assert torch.equal(base, without) == (kind == "lokr")  # DoRA's norms stay

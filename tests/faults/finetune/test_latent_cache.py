@@ -51,7 +51,8 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.default(1)
 def test_a_run_that_is_killed_at_any_step_is_continued(tmp_path: Path, resumed: bool) -> None:
     """A run is killed at each step in turn: no later step is done. The next run completes the cache."""
     at, reached = 0, 0
@@ -130,7 +131,7 @@ def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path: Path) -> N
     assert (old.exists(), new.exists(), others.exists()) == (False, True, True)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [5, 50])
 @pytest.mark.full
 def test_writers_that_are_killed_lose_and_double_nothing_and_three_runs_complete_it(tmp_path: Path, kills: int) -> None:
     command = [sys.executable, "-m", "tests.faults.finetune.latent_cache_kills", str(tmp_path / "cache"), str(kills)]

@@ -72,7 +72,7 @@ def _ended(process: subprocess.Popen[str], after_s: float | None) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [3, 50])
 def test_a_killed_run_loses_and_doubles_nothing(kills: int, tmp_path: Path) -> None:
     count = 30 if kills == 3 else 400
     data, pipe, rng = pictures(tmp_path / "data", count), pipeline(tmp_path / "pipe"), random.Random(kills)

@@ -25,8 +25,9 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("flux", "FluxControlNetModel"), pytest.param("qwen_image", "QwenImageControlNetModel", marks=pytest.mark.full)],
+    [("flux", "FluxControlNetModel"), ("qwen_image", "QwenImageControlNetModel")],
 )
+@pytest.mark.default(1)
 def test_it_has_the_weights_of_the_first_blocks(case: str, kind: str, tmp_path: Path) -> None:
     pipe = made(case)
     pipe.save_pretrained(tmp_path / "base", max_shard_size="50KB")  # several files

@@ -29,8 +29,8 @@ def edit_index(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("case", list(CASES)[::4])
-@pytest.mark.default(3)
+@pytest.mark.parametrize("case", list(CASES)[::8])
+@pytest.mark.default(2)
 def test_facts_are_those_of_the_pipeline_and_no_transformer_weights_are_read(case: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "pipe", case)
     expected, family = made(case), family_for(made(case))

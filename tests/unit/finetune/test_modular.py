@@ -22,14 +22,8 @@ PLAIN = {  # case -> its modular pipeline
     "flux": "FluxModularPipeline",
     "wan_two_experts": "Wan22ModularPipeline",
     "flux2_klein": "Flux2KleinBaseModularPipeline",
-    "flux_kontext": "FluxKontextModularPipeline",
-    "hunyuan_video15": "HunyuanVideo15ModularPipeline",
-    "ltx2": "LTX2ModularPipeline",
     "qwen_image": "QwenImageModularPipeline",
-    "sd3": "StableDiffusion3ModularPipeline",
-    "wan": "WanModularPipeline",
     "wan_image": "WanImage2VideoModularPipeline",
-    "z_image": "ZImageModularPipeline",
 }
 SIZE = {"height": 16, "width": 32, "num_frames": 124}
 
@@ -45,9 +39,8 @@ def _saved_modular(folder: Path, case: str, kind: str) -> Path:
     return shutil.move(folder / "made", folder / "pipe")
 
 
-@pytest.mark.parametrize(
-    "case", [name if name == "flux" else pytest.param(name, marks=pytest.mark.full) for name in PLAIN]
-)
+@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.default(1)
 def test_a_modular_folder_is_loaded_as_the_pipeline_of_its_name(case: str, tmp_path: Path) -> None:
     folder, pipe = _saved_modular(tmp_path, case, PLAIN[case]), made(case)
     loaded = load_pipeline(str(folder), torch.float32)

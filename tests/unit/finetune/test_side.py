@@ -68,12 +68,9 @@ def test_activations_are_cast_and_times_are_not() -> None:
 
 @pytest.mark.parametrize(
     ("case", "prefixes"),
-    [
-        ("flux_controlnet", ("controlnet.",)),
-        pytest.param("qwen_image_controlnet", ("controlnet.",), marks=pytest.mark.full),
-        pytest.param("wan_vace", ("vace_blocks.", "vace_patch_embedding."), marks=pytest.mark.full),
-    ],
+    [("flux_controlnet", ("controlnet.",)), ("wan_vace", ("vace_blocks.", "vace_patch_embedding."))],
 )
+@pytest.mark.default(1)
 def test_only_what_the_family_trains_has_gradients(case: str, prefixes: tuple[str, ...]) -> None:
     pipe = copy.deepcopy(made(case))
     family = family_for(pipe)
@@ -87,7 +84,8 @@ def test_only_what_the_family_trains_has_gradients(case: str, prefixes: tuple[st
     assert {prefix for prefix in prefixes if any(name.startswith(prefix) for name in with_gradients)} == {*prefixes}
 
 
-@pytest.mark.parametrize("case", ["flux_controlnet", pytest.param("wan_vace", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", ["flux_controlnet", "wan_vace"])
+@pytest.mark.default(1)
 def test_controls_must_be_given_and_be_as_large_as_the_media(case: str) -> None:
     pipe = made(case)
     family, given = family_for(pipe), dict(media(case))

@@ -109,7 +109,6 @@ class Flux2(Pictures):
         return {"image": condition_image(media["reference"])} if "reference" in media else {}
 
     def _check_reference(self, height: int, width: int) -> None:
-        """Raise FamilyError if the pipeline refuses or resizes a reference of this size."""
         self.check_size(height=height, width=width)
         valid = min(height, width) >= _SIDE and max(height, width) <= _RATIO * min(height, width)
         if not valid or height * width > _AREA:

@@ -102,7 +102,6 @@ class CogVideoX(Family):
             raise FamilyError(f"height={height}, width={width} must be at most {size}: there are no positions above")
 
     def _extra_frames(self, frames: int) -> int:
-        """Return the number of latent frames that are put in front of a clip."""
         return -frames % (self.facts["patch_t"] or 1)
 
     def _rotary(self, noisy: Tensor) -> tuple[Tensor, Tensor]:

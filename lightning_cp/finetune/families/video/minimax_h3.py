@@ -217,7 +217,6 @@ def _packed(latents: Tensor, patch: Sequence[int]) -> Tensor:
 
 
 def _unpacked(tokens: Tensor, like: Tensor, patch: Sequence[int]) -> Tensor:
-    """Invert `_packed`. Args: like: latents of the shape that is returned."""
     cells = [n // size for n, size in zip(like.shape[2:], patch, strict=True)]
     split = tokens.reshape(len(tokens), *cells, like.shape[1], *patch)
     return split.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like.shape)

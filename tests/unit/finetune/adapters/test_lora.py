@@ -478,10 +478,11 @@ def test_lokr_starts_at_the_base_and_its_values_depend_on_seed_and_name_only() -
     assert not torch.equal(state[f"{Q}.lokr_w2_a"], state[f"{Q.replace('0', '1', 1)}.lokr_w2_a"])
 
 
-def test_the_recipe_loads_lokr_for_every_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"rank": 3, "lokr": 4}, {"rank": 3, "dora": True}], ids=["lokr", "dora"])
+def test_the_recipe_loads_lokr_and_dora(settings: dict[str, Any], tmp_path: Path) -> None:
     pipe, trained = deepcopy(made("wan_two_experts")), deepcopy(made("wan_two_experts"))
     for model in (trained.transformer, trained.transformer_2):
-        add_lora(model, LoraSettings(rank=3, lokr=4, targets=["attn1.to_v"]))
+        add_lora(model, LoraSettings(**settings, targets=["attn1.to_v"]))
         for layer in (x for x in model.parameters() if x.requires_grad):
             layer.data.normal_()
     save_lora({"transformer": trained.transformer, "transformer_2": trained.transformer_2}, tmp_path)

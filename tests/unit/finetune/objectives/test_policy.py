@@ -28,7 +28,7 @@ def _velocity(x: Tensor, sigma: float, mean: float, std: float) -> Tensor:
 def _rollout(steps: int, *, kind: str, eta: float, std: float, last: float = 0.0) -> tuple[float, float]:
     """Return mean and standard deviation at sigma=last of samples that begin as noise at sigma=1."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200_000, 1, generator=generator, dtype=torch.float64)
+    x = torch.randn(50_000, 1, generator=generator, dtype=torch.float64)
     levels = torch.linspace(1, last, steps + 1).tolist()
     for sigma, following in pairwise(levels):
         noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)

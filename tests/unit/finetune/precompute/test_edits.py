@@ -46,7 +46,8 @@ def _table(folder: Path, captions: list[list[str]]) -> Path:
     return folder / "rows.jsonl"
 
 
-@pytest.mark.parametrize("number", [100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [100, 1000])
+@pytest.mark.default(1)
 def test_ten_edited_captions_encode_ten(number: int, flux: Path, tmp_path: Path, calls: list[str]) -> None:
     captions = [[f"caption {i} of picture {p}" for i in range(number // 4)] for p in range(4)]
     data, out = _table(tmp_path / "data", captions), tmp_path / "out"

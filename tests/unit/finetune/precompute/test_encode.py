@@ -31,13 +31,8 @@ from tests.unit.finetune.precompute.made import CLIPS, PICTURES, clips, contents
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-KINDS = ("flux_kontext", "flux2_reference", "qwen_image", "sana", "wan", "ltx2", "hunyuan_video15", "wan_vace")
-"""Pictures, clips, references and control clips, latents packed, normalised and in patches."""
-
-
-def full(case: str) -> Any:
-    """Run a case in the full campaign only."""
-    return pytest.param(case, marks=pytest.mark.full)
+KINDS = ("flux_kontext", "flux2_reference", "ltx2", "hunyuan_video15", "wan_vace")
+"""Pictures, clips, references and control clips, sound, latents packed, normalised and in patches."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +129,7 @@ def test_control_clips_are_for_clips_and_for_families_that_take_them(tmp_path: P
     }
 
 
-@pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in KINDS])
+@pytest.mark.parametrize("case", KINDS)
 @pytest.mark.default(1)
 def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
     frames, height, width = CASES[case].size
@@ -420,7 +415,8 @@ def test_a_full_disk_is_one_clear_error_and_the_next_run_continues(
     assert contents(out) == contents(plain)
 
 
-@pytest.mark.parametrize("case", ["cogvideox", *map(full, KINDS)])
+@pytest.mark.parametrize("case", ["cogvideox", *KINDS])
+@pytest.mark.default(1)
 def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp_path: Path) -> None:
     frames, height, width = CASES[case].size
     data = clips(tmp_path / "data", 1, frames) if frames > 1 else pictures(tmp_path / "data", 1)
