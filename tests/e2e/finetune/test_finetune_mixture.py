@@ -51,7 +51,7 @@ def alone(trained: Callable[..., Finished]) -> Finished:
 
 def assert_equal_runs(finished: Finished, expected: Finished, *, steps: slice = slice(None)) -> None:
     """Compare losses and noise levels of the steps."""
-    rows, others = finished.rows, expected.rows[steps]
+    rows, others = finished.rows[steps], expected.rows[steps]
     assert [row.step for row in rows] == [row.step for row in others]
     assert [row.loss for row in rows] == pytest.approx([row.loss for row in others], rel=1e-5)
     assert [row.sigma for row in rows] == pytest.approx([row.sigma for row in others], rel=1e-6)

@@ -156,7 +156,7 @@ def test_a_family_trains_resumes_and_is_drawn(row: Row, tmp_path: Path) -> None:
     assert np.abs(after - before).max() > 0
     if row.is_drawn:
         (file,) = (alone.folder / "samples/final").iterdir()
-        assert np.abs(_frames(file) - after * 255).mean() < (0.6 if file.suffix == ".png" else 8)  # GIFs: 256 colours
+        assert np.abs(_frames(file) - after * 255).mean() < (0.6 if file.suffix == ".png" else 10)  # GIFs: 256 colours
 
 
 def _picture_of(made: Path, row: Row) -> Image.Image | None:
