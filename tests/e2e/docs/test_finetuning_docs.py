@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.docs.test_docs_pages import commands, run, write_files
-from tests.e2e.finetune.test_finetune_edit import CALL
+from tests.e2e.finetune.test_table import CALL
 from tests.e2e.finetuning import frames_of, write_media, write_pipeline
 from tests.e2e.recipe import ROOT
 from tests.families.cases import CASES

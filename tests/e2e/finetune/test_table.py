@@ -27,6 +27,7 @@ from tests.unit.finetune.media.encode import noise, write_clip, write_video
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 # With a higher rate, Adam's first step magnifies the rounding of small gradients of Sana's loud weights.
+CALL = ("+call.height=16", "+call.width=24", "+call._auto_resize=false", "+call.max_area=384")  # of Kontext
 SMALL = ("batch_size=2", "ema_decay=0.5", "optim.lr=0.001", "sampling.num_inference_steps=2", "sampling.every=4")
 
 
@@ -238,9 +239,8 @@ def test_an_edit_is_sampled_with_and_without_the_lora(tmp_path: Path) -> None:
 
     def edited(name: str, *overrides: str, source: int = 0) -> NDArray[np.float64]:
         where = (f"hydra.run.dir={made / name}", f"output_root={made}", f"source={made / 'pipe'}")
-        call = ("+call.height=16", "+call.width=24", "+call._auto_resize=false", "+call.max_area=384")
         image = f"image={made / f'media/{source}.reference.png'}"
-        run_recipe("sample", made, *where, image, "prompts=[a wave]", "num_inference_steps=2", *call, *overrides)
+        run_recipe("sample", made, *where, image, "prompts=[a wave]", "num_inference_steps=2", *CALL, *overrides)
         return _frames(made / name / "samples/0000.png")
 
     lora = f"lora={tuned.folder / LORA_FILE}"
