@@ -116,7 +116,7 @@ FAULTS = (
     Fault("checkpoint/manifest.py", "if version != FORMAT:", "if False:", "unit/checkpoint faults/checkpoint"),
     Fault(
         "comm/agree.py",
-        'if (difference := first_difference(by_rank, "nothing")) is not None:',
+        'if (difference := first_difference(by_rank, "")) is not None:',
         "if False:",
         "dist/attention/test_shares.py",
     ),

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.config import ROTATE_METHODS, ContextParallelConfig
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.mesh.groups import MeshGroups
 
@@ -39,14 +41,20 @@ def first_difference(by_rank: Sequence[Mapping[str, str]], missing: str) -> tupl
     return None
 
 
-def compare_settings(groups: MeshGroups, **settings: object) -> None:
+def compare_settings(groups: MeshGroups, config: ContextParallelConfig) -> None:
     """Check that all ranks of a context group were given the same settings and shares.
 
     Ranks: all of the context group. Raises: PeerMismatchError, on all of them.
     """
-    settings["shares"] = [*(groups.shares or [1] * groups.context_size)]
-    by_rank = gather_objects({name: str(value) for name, value in settings.items()}, groups.context)
-    if (difference := first_difference(by_rank, "nothing")) is not None:
+    if groups.context is None:
+        return
+    shares = groups.shares or [1] * groups.context_size
+    local = [ROTATE_METHODS.index(config.rotate_method), int(config.convert_to_fp32), *shares]
+    by_rank = [
+        {"rotate_method": ROTATE_METHODS[method], "convert_to_fp32": str(bool(fp32)), "shares": str(shares)}
+        for method, fp32, *shares in all_gather_ints(local, group=groups.context)
+    ]
+    if (difference := first_difference(by_rank, "")) is not None:
         name, rank, first, here = difference
         raise PeerMismatchError(
             f"{name} must be equal on all ranks of a context group, but rank {rank} was given {here} and rank 0 {first}"

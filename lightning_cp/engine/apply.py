@@ -111,7 +111,7 @@ def parallelize(
     session = Session(groups, config, model_plan, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
-    compare_settings(groups, rotate_method=config.rotate_method, convert_to_fp32=config.convert_to_fp32)
+    compare_settings(groups, config)
     installed = Installed(module, session, model_plan, plan, mlp_tiles)
     installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
