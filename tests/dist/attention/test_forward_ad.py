@@ -146,7 +146,6 @@ def test_tangents_and_the_gradients_after_them_are_exact(
     ("world", "ring", "ulysses", "rotate"),
     [(3, 3, 1, "allgather"), (4, 4, 1, "grid 2x2"), (3, 1, 3, "allgather")],
 )
-@pytest.mark.default(2)
 def test_every_way_of_asking_for_tangents_gives_the_same(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:

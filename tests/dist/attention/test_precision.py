@@ -136,7 +136,7 @@ def _through_autocast(rank: int, world: int, problems: list[Problem]) -> list[st
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), MODES)
-@pytest.mark.default(1)
+@pytest.mark.default("allgather", "4-2")
 def test_autocast_computes_in_its_dtype_and_leaves_float64(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
@@ -154,7 +154,7 @@ def _float64_with_narrow_merge(rank: int, world: int, problem: Problem) -> dict[
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.default(1)
+@pytest.mark.default(4)
 def test_float64_is_never_narrowed(run_ranks: RankPool, mode: tuple[int, int, int, str]) -> None:
     for found in run_ranks(mode[0], _float64_with_narrow_merge, _long(*mode, mask="keys", wide=False)):
         assert max(found.values()) < 1e-10, found
