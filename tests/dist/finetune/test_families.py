@@ -24,7 +24,7 @@ from tests.families.cases import CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
 from tests.harness.cases import in_turn
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PIPELINES = list({case.pipe: name for name, case in reversed(CASES.items())}.values())  # the first case of each
@@ -32,10 +32,10 @@ TEXTS = ["a cat", "two green birds fly over it", "rain", "a dog sleeps"]
 Prepared = tuple[nn.Module, str, Facts, list[Sample]]
 
 
-def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) -> Prepared:
+def prepared(name: str, size: tuple[int, int, int], number: int = 2) -> Prepared:
     """A tiny transformer in float64, its family, and stored samples."""
     torch.manual_seed(0)
-    pipe = table(file)[name].make()
+    pipe = PIPES[name].make()
     family = family_for(pipe)
     pixels = torch.rand(number, 3, *size) * 2 - 1
     media = {"pixels": pixels, "reference": pixels[:, :, :1]}
@@ -45,7 +45,7 @@ def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) 
 
 @pytest.fixture(scope="module")
 def flux() -> Prepared:
-    return prepared("flux", "flux", (1, 16, 24))
+    return prepared("flux", (1, 16, 24))
 
 
 def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -> tuple[float, str]:
@@ -120,7 +120,7 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
 )
 @pytest.mark.default(1)
 def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[str, int], run_ranks: RankPool) -> None:
-    given = prepared("wan", "wan", (5, 32, 48), number=4)
+    given = prepared("wan", (5, 32, 48), number=4)
     ((losses, weights),) = run_ranks(1, _fit, given, "auto", timeout_s=120)
     world = degrees.get("ring", 1) * degrees.get("ulysses", 1)
     for losses_here, weights_here in run_ranks(world, _fit, given, (kind, degrees), timeout_s=120):
@@ -247,7 +247,7 @@ def _times_with_fabric(rank: int, world: int, given: Prepared, strategy: Any, pr
 )
 @pytest.mark.default(1)
 def test_times_reach_the_transformer_unrounded(train: Any, kind: type, precision: str, run_ranks: RankPool) -> None:
-    given = prepared("wan", "wan", (5, 32, 48), number=2)
+    given = prepared("wan", (5, 32, 48), number=2)
     _, name, facts, samples = given
     family = load_family(name, facts)
     noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)

@@ -11,7 +11,7 @@ import torch
 
 from tests.families.cases import made
 from tests.harness import warm
-from tests.pipelines import table
+from tests.pipelines import PIPES
 
 _RECIPE = Path(__file__).parents[3] / "recipes" / "check_family.py"
 
@@ -23,7 +23,7 @@ def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.full
 def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    table("wan")["wan_two_experts"].make().save_pretrained(tmp_path / "pipeline")
+    PIPES["wan_two_experts"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "height=32", "width=48")
     assert completed.returncode == 0, completed.stderr
     assert "WanPipeline: family wan" in completed.stdout
@@ -36,7 +36,7 @@ def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_proofs_of_a_side_model_pass_on_three_ranks(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    table("flux")["flux_controlnet"].make().save_pretrained(tmp_path / "pipeline")
+    PIPES["flux_controlnet"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", "ranks=3", "height=16", "width=24")
     assert completed.returncode == 0, completed.stderr
     assert ": family flux_controlnet" in completed.stdout
@@ -63,7 +63,7 @@ def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
 )
 def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:
     torch.manual_seed(0)
-    table("wan")["wan"].make().save_pretrained(tmp_path / "pipeline")
+    PIPES["wan"].make().save_pretrained(tmp_path / "pipeline")
     completed = _check(tmp_path, "pretrained=pipeline", setting)
     assert completed.returncode == 2
     assert completed.stderr.splitlines()[-1].startswith(message)
