@@ -87,19 +87,22 @@ def test_plain_diffusers_draws_equal_pictures(flux: Path, options: tuple[str, ..
 
 
 @pytest.mark.full
-def test_the_recipe_samples_with_trained_weights_and_adapters_on_them(flux: Path) -> None:
+@pytest.mark.parametrize("ranks", [(), ("strategy=cp", "ring=2", "pipe=2")], ids=["alone", "pipe"])
+def test_the_recipe_samples_with_trained_weights_and_adapters_on_them(flux: Path, ranks: tuple[str, ...]) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
-    whole = _tune(flux, "whole", "lora=null", *PICTURES, "sampling.every=3")
-    adapter = _tune(flux, "adapter", "lora.rank=4", "lora.alpha=32", "lora.dropout=0.5")
+    number, levels = len(ranks), 1 if ranks else 0  # on several ranks another rounding may change a value by a level
+    whole = _tune(flux, f"whole{number}", "lora=null", *PICTURES, "sampling.every=3")
+    adapter = _tune(flux, f"adapter{number}", "lora.rank=4", "lora.alpha=32", "lora.dropout=0.5")
     pipe: Any = FluxPipeline.from_pretrained(flux / "pipe")
     pipe.transformer = FluxTransformer2DModel.from_pretrained(whole.folder / "transformer")
-    assert _sampled(flux, "trained", whole.folder) == _differences(pipe, whole.folder) == [0, 0]
+    assert _differences(pipe, whole.folder) == [0, 0]
+    assert max(_sampled(flux, f"trained{number}", whole.folder, *ranks)) <= levels
     lora = ("lora=last", "lora_scale=0.5")
-    assert min(_sampled(flux, "adapted", whole.folder, *lora)) > 0
+    assert min(_sampled(flux, f"adapted{number}", whole.folder, *ranks, *lora)) > 1
     pipe.load_lora_weights(adapter.folder / "lora", adapter_name="a")
     pipe.set_adapters(["a"], [0.5])
-    assert _differences(pipe, flux / "adapted", "samples") == [0, 0]
+    assert max(_differences(pipe, flux / f"adapted{number}", "samples")) <= levels
 
 
 def _sampled(made: Path, name: str, trained: Path, *overrides: str) -> list[int]:
@@ -111,11 +114,16 @@ def _sampled(made: Path, name: str, trained: Path, *overrides: str) -> list[int]
     pictures = [
         [Image.open(x / f"{i:04d}.png") for i in range(2)] for x in (folder / "samples", trained / "samples/final")
     ]
-    return [int((np.asarray(a) != np.asarray(b)).sum()) for a, b in zip(*pictures)]
+    return [_levels(a, b) for a, b in zip(*pictures)]
+
+
+def _levels(a: Any, b: Any) -> int:
+    """Return the largest difference of two pictures' values of 8 bits."""
+    return int(np.abs(np.asarray(a, dtype=int) - np.asarray(b)).max())
 
 
 def _differences(pipe: Any, folder: Path, pictures: str = "samples/final", other: dict[str, Any] = SECOND) -> list[int]:
-    """Return how many values of 8 bits differ between a run's pictures and a pipeline's. Args: other: second prompt."""
+    """Return `_levels` between a run's pictures and those of a pipeline. Args: other: second prompt."""
     pipe.set_progress_bar_config(disable=True)
     found = []
     for i, settings in enumerate(({"prompt": PROMPTS[0], "seed": 0}, other)):
@@ -124,7 +132,7 @@ def _differences(pipe: Any, folder: Path, pictures: str = "samples/final", other
         drawn = pipe(**call, generator=generator).images[0]
         kept = Image.open(folder / pictures / f"{i:04d}.png")
         assert kept.size == (call["width"], call["height"])
-        found.append(int((np.asarray(drawn) != np.asarray(kept)).sum()))
+        found.append(_levels(drawn, kept))
     return found
 
 
