@@ -81,7 +81,7 @@ class LoraSettings:
     dropout: float = ruled(0.0, Number(minimum=0, below=1))
     file: str | Path | None = ruled(None, Either(_NULL, Text()))
     ranks: Mapping[str, int] | None = ruled(None, _Ranks())
-    dora: bool = ruled(False, OneOf((True, False)))
+    dora: bool = ruled(False, _FLAG)
     lokr: int | None = ruled(None, Either(OneOf((None, -1)), Integer(2)))
 
     def __post_init__(self) -> None:

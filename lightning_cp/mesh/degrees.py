@@ -33,7 +33,7 @@ def context_shape(degree: int, *, ring: int, ulysses: int) -> tuple[int, int]:
 def check_degrees(degrees: Any, *, ring: int, ulysses: int, grid: object = None, **others: object) -> None:
     """Check the setting `degrees`: largest number of tokens -> context degree, or "auto".
 
-    Args: others: settings that must be None beside it, by name.
+    Args: grid: must be None with "auto". others: settings that must be None with any degrees, by name.
     Raises: TypeError, ValueError: the message names the setting, its value and what is valid.
     """
     if degrees is None:

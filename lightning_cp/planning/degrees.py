@@ -126,7 +126,7 @@ def planned(transformer: nn.Module, inputs: Mapping[str, Any], tokens: int | Non
     }
     empty = copy.deepcopy(transformer, memo)
     config = getattr(transformer, "config", None)  # of diffusers, or of another library
-    heads = heads_of(config) if isinstance(config, Mapping) else None
+    heads = heads_of(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
     return PlannedModel(type(transformer).__name__, lambda: copy.deepcopy(empty), inputs, heads, tokens)
 
 

@@ -56,7 +56,8 @@ class MediaSize:
 
 def heads_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of query heads in a model's configuration; None: it is not there."""
-    return next((config[x] for x in ("num_attention_heads", "num_heads", "n_heads") if x in config), None)
+    counts = (config.get(name) for name in ("num_attention_heads", "num_heads", "n_heads"))
+    return next((x for x in counts if isinstance(x, int)), None)  # some classes have a list
 
 
 def diffusers_model(

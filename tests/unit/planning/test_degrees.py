@@ -1,13 +1,16 @@
-"""The choice of degrees: what is fixed, the batch, heads, memory, the device, and the cache of answers."""
+"""The choice of degrees: what is fixed, the batch, heads, memory and the device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_cp.planning.degrees import choose_degrees, device_of, plan_example, planned
+from lightning_cp.planning.models import heads_of
 from lightning_cp.planning.search import Request
 from lightning_cp.strategies.auto_degrees import Example
 from tests.models.wan import wan
@@ -54,6 +57,14 @@ def test_without_memory_the_missing_gb_and_the_cheapest_change_are_named(request
         match=r"nothing fits: ulysses 4 needs .* GB more than 2.*Try strategy=cp_fsdp, activation_checkpointing=full",
     ):
         choose_degrees(lambda data: small, 4, settings)
+
+
+def test_heads_are_read_from_any_configuration() -> None:
+    model: Any = torch.nn.Identity()
+    for config, heads in (({"num_heads": 4}, 4), (SimpleNamespace(num_attention_heads=6), 6), (None, None)):
+        model.config = config
+        assert planned(model, {}).heads == heads
+    assert heads_of({"num_attention_heads": [2, 4], "n_heads": 8}) == 8
 
 
 def test_a_gpu_is_found_by_the_name_that_cuda_reports() -> None:
