@@ -171,7 +171,7 @@ torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState
     _register_pre_backward_hook: omit a warning about returned views
 torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup
     fsdp_params post_backward: reduce gradients of accumulated and of single micro-batches together
-    post_forward: free weights after evaluations
+    post_forward _to_sharded: free weights after evaluations
 torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam
     _unsharded_param: reduce gradients of accumulated and of single micro-batches together
     to_accumulated_grad_if_needed: reduce gradients of accumulated and of single micro-batches together

@@ -50,6 +50,7 @@ __all__ = [
     "allow_returned_views",
     "changed_weight",
     "compute_local_shape_and_global_offset",
+    "free_gathered",
     "gathered_weights",
     "renew_fsdp_dtypes",
     "reshard_without_grad",
@@ -85,6 +86,12 @@ def reshard_without_grad(unit: FSDPModule) -> None:
     """
     for group in _weight_groups(unit):
         group.post_forward = partial(_post_forward, group, group.post_forward)
+
+
+def free_gathered(unit: FSDPModule) -> None:
+    """Free a unit's gathered weights, also after a forward that failed, when `reshard` may keep them."""
+    for group in _weight_groups(unit):
+        group._to_sharded()
 
 
 def changed_weight(unit: FSDPModule) -> str | None:

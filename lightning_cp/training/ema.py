@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_cp.compat.distributed_names import free_gathered
 from lightning_cp.compat.torch_names import lerp_all_
 
 
@@ -124,10 +125,9 @@ def copy_full_tensor(value: Tensor, target: Tensor) -> None:
 
 
 def _free_gathered(module: nn.Module) -> None:
-    """Free weights that FSDP2 has gathered and kept (reshard_after_forward=False), because they have changed."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
-            inner.reshard()
+            free_gathered(inner)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
