@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,6 @@ class Machine:
         return max(16, 4 * self.cores)
 
 
-def free_memory_bytes(accelerator: str) -> int | None:
-    """Return the bytes of free memory, of this host or of the first GPU; None if they cannot be read."""
-    if accelerator == "cpu":
-        try:
-            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        except (OSError, StopIteration, ValueError):
-            return None
-    return _ask_for_number("torch.cuda.mem_get_info(0)[0]")
-
-
 def describe_gpu() -> tuple[str, int] | None:
     """Return the name of the first GPU and its bytes of memory; None if they cannot be read."""
     answer = _ask_torch("torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0)")
@@ -57,12 +45,7 @@ def count_gpus() -> int:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
-    return _ask_for_number("torch.cuda.device_count() if torch.cuda.is_available() else 0") or 0
-
-
-def _ask_for_number(expression: str) -> int | None:
-    answer = _ask_torch(expression)
-    return None if answer is None else int(answer)
+    return int(_ask_torch("torch.cuda.device_count() if torch.cuda.is_available() else 0") or 0)
 
 
 def _ask_torch(expressions: str) -> str | None:

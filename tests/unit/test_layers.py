@@ -55,7 +55,7 @@ MAX_LINES = {
     "engine": 7790,
     "finetune": 13930,
     "kernels": 730,
-    "launch": 1650,
+    "launch": 1630,
     "mesh": 610,
     "pipelines": 5840,
     "planning": 2210,

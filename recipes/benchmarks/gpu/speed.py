@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.attention.merge import merge
 from lightning_cp.compat.torch_names import fake_world
 from lightning_cp.kernels import PartialAttention
-from lightning_cp.launch.machine import free_memory_bytes
 from lightning_cp.recipes.benchmarks.gpu.results import Check, Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import dtype_name, seconds_of
 from lightning_cp.recipes.benchmarks.measure import Figures, measure_subjects
@@ -135,6 +136,9 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
     if device.type == "cpu":
-        return free_memory_bytes("cpu")
+        with suppress(OSError):
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
