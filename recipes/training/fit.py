@@ -109,12 +109,9 @@ def fit_with_fabric(
 
 
 class RecipeModule(FineTuning):
-    """`FineTuning`, with the recipe's data, logging and checkpoints instead of the Trainer's.
+    """`FineTuning`, with the data, metrics and checkpoints that a run with Fabric has, too; see `fit_model`.
 
-    Args:
-        setup: data and objective of the run.
-        stack: exit stack that closes after the fit.
-        after_step, at_end: see `fit_model`.
+    Args: stack: exit stack that closes after the fit.
     """
 
     run: Run
@@ -130,10 +127,9 @@ class RecipeModule(FineTuning):
     @override
     def on_fit_start(self) -> None:
         trainer = self.trainer
-        data_shard = DataShard.of(trainer.strategy)
         self.run = self._setup.start(
             TrainerRanks(trainer),
-            data_shard,
+            DataShard.of(trainer.strategy),
             self._setup.sampler(trainer.strategy),
             tuning=self,
             model=WithPrecision(self.transformer, trainer.precision_plugin),
