@@ -9,6 +9,7 @@ text, and the tests that must fail: of the default suite, or `full` ones on the 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,7 @@ def _words(tests: str) -> list[tuple[str, str]]:
 
 def main() -> None:
     """Plant the faults with the given numbers, or all. The exit code is the number of faults that no test has found."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the file is restored
     numbers = [int(argument) for argument in sys.argv[1:]] or range(len(FAULTS))
     missed = 0
     for number in numbers:
