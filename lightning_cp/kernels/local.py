@@ -34,7 +34,7 @@ def attend(
         )
     bias = _additive(mask, q.dtype)
     k, v = _for_heads(kernel, q, k, v)
-    part = kernel.forward(_dense(q), _dense(k), _dense(v), bias, causal=causal, scale=scale)
+    part = kernel.forward(Inputs(_dense(q), _dense(k), _dense(v)), bias, causal=causal, scale=scale)
     if bias is None:
         return part
     empty = (bias == float("-inf")).all(-1).transpose(1, 2)  # [b or 1, sq or 1, hq or 1]
@@ -76,8 +76,8 @@ def attend_backward(
         if kernel.refusal(q, bias) is not None:  # the extra column exceeds its head size limit: use another kernel
             kernel = choose_kernel("auto", q, bias)
     k, v = _for_heads(kernel, q, k, v)
-    grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
-    grads = kernel.backward(grad_out, q, k, v, PartialAttention(_dense(out), lse), bias, causal=causal, scale=scale)
+    inputs, attended = Inputs(_dense(q), _dense(k), _dense(v)), PartialAttention(_dense(out), lse)
+    grads = kernel.backward(_dense(grad_out), inputs, attended, bias, causal=causal, scale=scale)
     dq, dk, dv = grads if grad.lse is None else (x[..., :d] for x in grads)
     if heads != dk.shape[2]:
         dk, dv = (x.reshape(*x.shape[:2], heads, -1, d).sum(3) for x in (dk, dv))

@@ -21,9 +21,8 @@ class MathKernel:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         return None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
+        query, key, value = inputs
         scores = _scores(query, key, mask, causal, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
@@ -31,28 +30,20 @@ class MathKernel:
         return PartialAttention(out.to(query.dtype), lse.transpose(1, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
+        query, key, value = inputs
         scores = _scores(query, key, mask, causal, scale)
         accumulation_dtype = scores.dtype
-        grad_out = grad_out.to(accumulation_dtype)
-        delta = (grad_out * part.out.to(accumulation_dtype)).sum(-1)
+        grad = grad.to(accumulation_dtype)
+        delta = (grad * part.out.to(accumulation_dtype)).sum(-1)
         weights = (scores - part.lse.to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
-        grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad_out, value.to(accumulation_dtype))
+        grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad, value.to(accumulation_dtype))
         grad_scores = weights * (grad_weights - delta.transpose(1, 2).unsqueeze(-1)) * scale
         return Grads(
             torch.einsum("bhqk,bkhd->bqhd", grad_scores, key.to(accumulation_dtype)).to(query.dtype),
             torch.einsum("bhqk,bqhd->bkhd", grad_scores, query.to(accumulation_dtype)).to(key.dtype),
-            torch.einsum("bhqk,bqhd->bkhd", weights, grad_out).to(value.dtype),
+            torch.einsum("bhqk,bqhd->bkhd", weights, grad).to(value.dtype),
         )
 
     def tangents(

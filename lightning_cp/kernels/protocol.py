@@ -68,27 +68,17 @@ class Kernel(Protocol):
         """Return why the kernel cannot compute this (dtype, head size, mask, missing package); None if it can."""
         ...
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
         """Compute attention and its LSE."""
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
-        """Compute the gradients through `part.out`; `part` is attention over these keys *and any others*.
+        """Compute the gradients from that of `part.out`; `part` is attention over these keys *and any others*.
 
-        With P = exp(scale q k + mask - lse): dv = P g, dS = P (g v - sum(g out)), dq = scale dS k, dk = scale dS q.
+        With g = `grad` and P = exp(scale q k + mask - lse): dv = P g, dS = P (g v - sum(g out)), dq = scale dS k,
+        dk = scale dS q.
         With out and lse over all keys of a ring, one chunk of keys gives the gradients through that chunk.
         """
         ...

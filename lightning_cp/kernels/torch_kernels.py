@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_cp.compat.torch_names import aten
 from lightning_cp.device_profile import compute_capability, is_assumed
-from lightning_cp.kernels.protocol import Grads, PartialAttention
+from lightning_cp.kernels.protocol import Grads, Inputs, PartialAttention
 
 _LSE_ALIGNMENT = 32  # in queries: the kernel pads lse to it, and expects it padded
 _BIAS_ALIGNMENT = 8  # in keys: width of the kernel's loads of the bias
@@ -27,48 +27,24 @@ class CudaFlashKernel:
             return "it does not support masks"
         return half_precision_refusal(query, largest=256)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
-        d = query.shape[-1]
-        q, k, v = (pad_heads(x) for x in (query, key, value))
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
+        d = inputs.query.shape[-1]
+        q, k, v = map(pad_heads, inputs)
         out, lse, *_ = aten("_flash_attention_forward")(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
         return PartialAttention(out[..., :d], lse.transpose(1, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
-        d = query.shape[-1]
-        g, q, k, v, out = (pad_heads(x) for x in (grad_out, query, key, value, part.out))
+        d = grad.shape[-1]
+        g, q, k, v, out = map(pad_heads, (grad, *inputs, part.out))
         lse = part.lse.transpose(1, 2).contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        lengths, unused = (None, None, q.shape[1], k.shape[1]), no_dropout.new_empty(0)
         grads = aten("_flash_attention_backward")(
-            g,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=q.shape[1],
-            max_k=k.shape[1],
-            dropout_p=0.0,
-            is_causal=causal,
-            rng_state=no_dropout,
-            unused=no_dropout.new_empty(0),
-            scale=scale,
+            g, q, k, v, out, lse, *lengths, 0.0, causal, rng_state=no_dropout, unused=unused, scale=scale
         )
         return Grads(*(x[..., :d] for x in grads))
 
@@ -103,50 +79,25 @@ class CudnnKernel:
         available = is_assumed() or torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         return None if available else "cuDNN is not available"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
-        d = query.shape[-1]
-        q, k, v = (pad_heads(x).transpose(1, 2) for x in (query, key, value))
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
+        d = inputs.query.shape[-1]
+        q, k, v = (pad_heads(x).transpose(1, 2) for x in inputs)
         out, lse, *_ = aten("_scaled_dot_product_cudnn_attention")(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return PartialAttention(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
-        d = query.shape[-1]
+        d = grad.shape[-1]
         # PyTorch keeps a compiled graph for the sizes of a call and the strides of q, k and v. The graph has also the
         # strides that out and its gradient had in the first call: other ones would be read from wrong addresses.
-        grad_out, attended = grad_out.contiguous(), part.out.contiguous()
-        g, q, k, v, out = (pad_heads(x).transpose(1, 2) for x in (grad_out, query, key, value, attended))
+        grad, attended = grad.contiguous(), part.out.contiguous()
+        g, q, k, v, out = (pad_heads(x).transpose(1, 2) for x in (grad, *inputs, attended))
         lse = part.lse.transpose(1, 2).unsqueeze(-1).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
         grads = aten("_scaled_dot_product_cudnn_attention_backward")(
-            g,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            philox_seed=no_dropout,
-            philox_offset=no_dropout,
-            attn_bias=None,
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=q.shape[2],
-            max_k=k.shape[2],
-            dropout_p=0.0,
-            is_causal=causal,
-            scale=scale,
+            g, q, k, v, out, lse, no_dropout, no_dropout, None, *lengths, 0.0, causal, scale=scale
         )
         return Grads(*(x[..., :d].transpose(1, 2) for x in grads))
 
@@ -162,48 +113,26 @@ class EfficientKernel:
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         return None if query.dtype in dtypes else f"dtype {query.dtype} is not one of {dtypes}"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
-        d, sq = query.shape[-1], query.shape[1]
-        q, k, v = (pad_heads(x).transpose(1, 2) for x in (query, key, value))
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
+        d, sq = inputs.query.shape[-1], inputs.query.shape[1]
+        q, k, v = (pad_heads(x).transpose(1, 2) for x in inputs)
         out, lse, *_ = aten("_scaled_dot_product_efficient_attention")(
             q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
         )
         return PartialAttention(out[..., :d].transpose(1, 2), lse[..., :sq].transpose(1, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
-        d, sq = query.shape[-1], query.shape[1]
-        g, q, k, v = (pad_heads(x).transpose(1, 2) for x in (grad_out, query, key, value))
+        d, sq = grad.shape[-1], grad.shape[1]
+        g, q, k, v = (pad_heads(x).transpose(1, 2) for x in (grad, *inputs))
         # The kernel assumes, unchecked, a row stride of heads * d for `out`, and needs aligned rows of lse.
         out = pad_heads(part.out).contiguous().transpose(1, 2)
         lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        bias, needed = _bias(mask, q, k), [True, True, True, False]
         grads = aten("_scaled_dot_product_efficient_attention_backward")(
-            g,
-            q,
-            k,
-            v,
-            attn_bias=_bias(mask, q, k),
-            out=out,
-            logsumexp=lse,
-            philox_seed=no_dropout,
-            philox_offset=no_dropout,
-            dropout_p=0.0,
-            grad_input_mask=[True, True, True, False],
-            is_causal=causal,
-            scale=scale,
+            g, q, k, v, bias, out, lse, no_dropout, no_dropout, 0.0, needed, causal, scale=scale
         )
         return Grads(*(x[..., :d].transpose(1, 2) for x in grads[:3]))
 
@@ -231,29 +160,18 @@ class CpuFlashKernel:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         return None if query.dtype in _DTYPES else f"dtype {query.dtype} is not one of {_DTYPES}"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
         out, lse = aten("_scaled_dot_product_flash_attention_for_cpu")(
-            query.transpose(1, 2), _by_head(key), _by_head(value), 0.0, causal, attn_mask=mask, scale=scale
+            inputs.query.transpose(1, 2), *map(_by_head, inputs[1:]), 0.0, causal, attn_mask=mask, scale=scale
         )
         return PartialAttention(out.transpose(1, 2), lse.transpose(1, 2))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        part: PartialAttention,
-        mask: Tensor | None,
-        *,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, inputs: Inputs, part: PartialAttention, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Grads:
-        g, q, out, lse = (x.transpose(1, 2) for x in (grad_out, query, part.out, part.lse))
+        g, q, out, lse = (x.transpose(1, 2) for x in (grad, inputs.query, *part))
         grads = aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
-            g, q, _by_head(key), _by_head(value), out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            g, q, *map(_by_head, inputs[1:]), out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return Grads(*(x.transpose(1, 2) for x in grads))
 

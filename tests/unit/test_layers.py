@@ -54,7 +54,7 @@ MAX_LINES = {
     "data": 1920,
     "engine": 7790,
     "finetune": 13930,
-    "kernels": 730,
+    "kernels": 630,
     "launch": 1630,
     "mesh": 610,
     "pipelines": 5840,

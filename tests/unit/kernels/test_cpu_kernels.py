@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of, attend, attend_backward
 from lightning_cp.kernels.choice import KERNELS
-from lightning_cp.kernels.protocol import Kernel
+from lightning_cp.kernels.protocol import Inputs, Kernel
 from tests.reference import max_error, softmax_attention
 
 CPU_KERNELS = [kernel for kernel in KERNELS if kernel.device_type in ("cpu", "any")]
@@ -162,10 +162,8 @@ class _AtItsLimit:
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         return None if query.shape[-1] <= 8 else "head size above 8"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> PartialAttention:
-        return CPU_KERNELS[0].forward(query, key, value, mask, causal=causal, scale=scale)
+    def forward(self, inputs: Inputs, mask: Tensor | None, *, causal: bool, scale: float) -> PartialAttention:
+        return CPU_KERNELS[0].forward(inputs, mask, causal=causal, scale=scale)
 
     def backward(self, *_: object, **__: object) -> None:
         raise AssertionError("asked for more than it takes")
