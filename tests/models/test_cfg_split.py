@@ -30,7 +30,7 @@ _WITHOUT_BATCH = [name for name, tiny in TINY.items() if tiny.kind == "Cosmos3Om
 # A batch of one sample, and pictures of different sizes that the class pads together. (Pipelines split no ControlNet.)
 _NOT_SPLIT = ("framepack_one_sample", "control_z_image", "control_z_image_unrefined", *_WITHOUT_BATCH)
 _SPLIT = [
-    name for name in (*_DEFAULT, *list(FIRST.values())[::2]) if not TINY[name].training and name not in _NOT_SPLIT
+    name for name in (*_DEFAULT, *list(FIRST.values())[::4]) if not TINY[name].training and name not in _NOT_SPLIT
 ]
 
 
@@ -91,7 +91,7 @@ def _pipeline_error(rank: int, world: int, name: str, ring: int) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(whole, found, strict=True))
 
 
-@pytest.mark.parametrize(("name", "ring"), [("omnigen", 1), ("minimax_h3", 1), ("latte", 3), ("wan_vace", 2)])
+@pytest.mark.parametrize(("name", "ring"), [("omnigen", 1), ("minimax_h3", 1), ("latte", 3)])
 @pytest.mark.default(2)
 def test_a_repeated_batch_in_a_pipeline_is_exact(run_ranks: RankPool, name: str, ring: int) -> None:
     assert max(run_ranks(2 * ring, _pipeline_error, name, ring)) < 1e-12

@@ -25,7 +25,10 @@ from tests.models.table import Measured, write_table
 from tests.models.tiny import dense_flex_attention
 
 _AT_3 = ("ring", "ulysses", "rotation", "replay")
-_LARGE = (("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 6), ("unified3", 6), ("grid", 6))
+_LARGE = (
+    *(("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 4)),
+    *(("unified", 6), ("unified3", 6), ("grid", 6)),
+)
 _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("flux", "ulysses", 3), ("sd3", "rotation", 3), ("qwen_image", "ring", 3)),  # text joined to the image
     *(("wan", "rotation", 3), ("pixart", "ulysses", 3), ("sana", "ring", 3)),  # cross attention, linear attention
@@ -34,12 +37,23 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
-# every class in all modes of 3 ranks and with both degrees; a third of them at more ranks; other inputs in one mode
-_TRIALS = [(name, (mode,), world) for name, mode, world in _DEFAULT]
-_TRIALS += [(name, tuple(x for x in _AT_3 if (name, x, 3) not in _DEFAULT), 3) for name in FIRST.values()]
-_TRIALS += [(name, ("unified",), 4) for name in FIRST.values() if (name, "unified", 4) not in _DEFAULT]
-_TRIALS += [(name, (mode,), 3) for name, mode in in_turn([x for x in TINY if x not in FIRST.values()], _AT_3[:3])]
-_TRIALS += [(name, (mode,), world) for name, (mode, world) in in_turn(list(FIRST.values())[::3], _LARGE)]
+# every class in the modes of 3 ranks, and its other inputs in one of them each; half of the classes at more ranks
+_OTHERS = in_turn([name for name in TINY if name not in FIRST.values()], _AT_3[:3])
+_TRIALS: list[tuple[str, tuple[tuple[str, str], ...], int]] = [
+    (name, ((name, mode),), world) for name, mode, world in _DEFAULT
+]
+_TRIALS += [
+    (
+        kind,
+        (
+            *((name, mode) for mode in _AT_3 if (name, mode, 3) not in _DEFAULT),
+            *((other, mode) for other, mode in _OTHERS if TINY[other].kind == kind),
+        ),
+        3,
+    )
+    for kind, name in FIRST.items()
+]
+_TRIALS += [(name, ((name, mode),), world) for name, (mode, world) in in_turn(list(FIRST.values())[::2], _LARGE)]
 
 
 _measured: list[Measured] = []
@@ -72,18 +86,23 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     return found.output_error, found.gradient_error, "" if found.passed else str(found)
 
 
-def _check_all(rank: int, world: int, name: str, modes: tuple[str, ...]) -> dict[str, tuple[float, float, str] | None]:
-    return {mode: _check(rank, world, name, mode) for mode in modes}
+def _check_all(rank: int, world: int, trials: tuple[tuple[str, str], ...]) -> list[tuple[float, float, str] | None]:
+    return [_check(rank, world, name, mode) for name, mode in trials]
 
 
-@pytest.mark.parametrize(("name", "modes", "world"), _TRIALS, ids=lambda x: "-".join(x) if isinstance(x, tuple) else x)
+@pytest.mark.parametrize(
+    ("name", "trials", "world"),
+    _TRIALS,
+    ids=[f"{name}-{trials[0][1] if len(trials) == 1 else 'all'}-{world}" for name, trials, world in _TRIALS],
+)
 @pytest.mark.default(len(_DEFAULT))
-def test_a_class_is_exact(run_ranks: RankPool, name: str, modes: tuple[str, ...], world: int) -> None:
-    for mode, found in run_ranks(world, _check_all, name, modes)[0].items():  # the same on all ranks
+def test_a_class_is_exact(run_ranks: RankPool, name: str, trials: tuple[tuple[str, str], ...], world: int) -> None:
+    everything = zip(trials, run_ranks(world, _check_all, trials)[0], strict=True)  # the same on all ranks
+    for (tiny, mode), found in everything:
         if found is not None:
             output, gradient, differing = found
-            _measured.append(Measured(TINY[name].kind, name, mode, world, output, gradient, passed=not differing))
-            assert not differing, f"{mode}: {differing}"
+            _measured.append(Measured(TINY[tiny].kind, tiny, mode, world, output, gradient, passed=not differing))
+            assert not differing, f"{tiny}, {mode}: {differing}"
 
 
 def test_every_class_with_a_plan_is_tried() -> None:
