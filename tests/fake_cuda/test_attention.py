@@ -99,24 +99,27 @@ def compare(found: tuple[Tensor, ...], promised: tuple[Tensor, ...]) -> None:
 _KERNELS = [(kernel, dtype) for kernel, dtypes in KERNELS.items() for dtype in dtypes]
 
 
-@pytest.mark.parametrize(
-    ("mode", "lengths", "kv_heads", "mask", "causal", "with_lse"),
-    pairwise(
-        *(MODES, LENGTHS, (8, 4, 2), ("", "key_mask", "query_mask"), (False, True), (True, False)),
-        valid=lambda _, lengths, __, mask, *___: not mask or lengths == "even",  # other ranks' masks are as this one's
-    ),
+_ARGUMENTS = pairwise(
+    *(MODES, LENGTHS, (8, 4, 2), ("", "key_mask", "query_mask"), (False, True), (True, False)),
+    valid=lambda _, lengths, __, mask, *___: not mask or lengths == "even",  # other ranks' masks are as this one's
 )
-@pytest.mark.default(3)
-def test_lengths_masks_and_grouped_queries(
-    mode: str, lengths: str, kv_heads: int, mask: str, causal: bool, with_lse: bool
-) -> None:
-    given: Any = {"kv_heads": kv_heads, "mask": mask, "causal": causal, "with_lse": with_lse}
-    check(mode, kernel="efficient", lengths=LENGTHS[lengths], wide=not with_lse, **given)
+
+
+@pytest.mark.parametrize("mode", ["", *MODES])
+@pytest.mark.default(1)
+def test_lengths_masks_and_grouped_queries(mode: str) -> None:
+    """Args: mode: "" for the first few cases of all modes."""
+    for case in _ARGUMENTS[3:] if mode else _ARGUMENTS[:3]:
+        name, lengths, kv_heads, mask, causal, with_lse = case
+        if mode in ("", name):
+            given: Any = {"kv_heads": kv_heads, "mask": mask, "causal": causal, "with_lse": with_lse}
+            check(name, kernel="efficient", lengths=LENGTHS[lengths], wide=not with_lse, **given)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kernel", "mode", "causal"), in_turn(_KERNELS, MODES, (False, True, True)))
-def test_every_kernel_and_dtype(mode: str, kernel: tuple[str, torch.dtype], causal: bool) -> None:
-    if mode == "grid" and causal and kernel[0] in ("flash", "cudnn"):
-        causal = False  # a causal grid needs masks
-    check(mode, kernel=kernel[0], dtype=kernel[1], causal=causal, lengths=LENGTHS["even"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_and_dtype(kernel: str) -> None:
+    for (name, dtype), mode, causal in in_turn(_KERNELS, MODES, (False, True, True)):
+        if name == kernel:
+            needs_masks = mode == "grid" and name in ("flash", "cudnn")
+            check(mode, kernel=name, dtype=dtype, causal=causal and not needs_masks, lengths=LENGTHS["even"])

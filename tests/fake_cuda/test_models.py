@@ -16,7 +16,7 @@ from lightning_cp.engine import apply
 from lightning_cp.mesh.groups import groups_for
 from tests.fake_cuda.test_attention import MODES
 from tests.fake_cuda.world import CrossingRecorder, fake_cuda, fake_ranks, run_backward
-from tests.harness.cases import pairwise
+from tests.harness.cases import in_turn
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +82,7 @@ def found_in(steps: Callable[[], None], recorder: CrossingRecorder) -> tuple[lis
     return list(recorder.crossings), list(recorder.waits)
 
 
-@pytest.mark.parametrize(("mode", "build", "width"), pairwise(MODES, (wan, flux), (10, 16)))
+@pytest.mark.parametrize(("mode", "build", "width"), in_turn(MODES, (wan, flux), (10, 10, 16, 16)))
 @pytest.mark.full
 def test_the_host_waits_for_no_more_than_without_ranks(mode: str, build: Any, width: int) -> None:
     ring, ulysses, rotate_method = MODES[mode]

@@ -1,19 +1,22 @@
-"""Every tiny model can be planned: a step of training and one of sampling are dry-run on two ranks."""
+"""Every class can be planned: a step of training and one of sampling are dry-run on two ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cp.nest import replace
 from lightning_cp.planning.degrees import planned
 from lightning_cp.planning.dry_run import dry_run
+from lightning_cp.planning.models import MediaSize, diffusers_model
 from lightning_cp.planning.recording import StepSettings
 from lightning_cp.planning.step import Layout
-from tests.harness.cases import in_turn
+from lightning_cp.plans.examples import EXAMPLES
 from tests.models import FIRST, TINY
 
 # Models that cannot be traced, with what their forward does with the values of a tensor that it computes.
@@ -44,25 +47,49 @@ CANNOT_TRAIN = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    in_turn(
-        list(dict.fromkeys((*list(FIRST.values())[::3], *CANNOT, *CANNOT_TRAIN))), (Layout(ring=2), Layout(ulysses=2))
-    ),
-)
-def test_a_model_can_be_planned(name: str, layout: Layout) -> None:
-    tiny = TINY[name]
-    inputs: dict[str, Any] = replace(Tensor, lambda x: x.float() if x.is_floating_point() else x, tiny.arguments())
-    model = planned(tiny.build().float(), inputs)
-    for task in ("train", "sample"):
-        settings = StepSettings(task)  # type: ignore[arg-type]
-        if name in CANNOT or (task == "train" and name in CANNOT_TRAIN):
-            with pytest.raises(ValueError, match="this forward cannot be traced"):
-                dry_run(model.build, inputs, layout, settings, dtype=torch.float32)
-        else:
-            assert dry_run(model.build, inputs, layout, settings, dtype=torch.float32).flops > 0
+def _check(build: Callable[[], nn.Module], inputs: dict[str, Any], layout: Layout, task: str, name: str) -> None:
+    settings = StepSettings(task)  # type: ignore[arg-type]
+    if name in CANNOT or (task == "train" and name in CANNOT_TRAIN):
+        with pytest.raises(ValueError, match="this forward cannot be traced"):
+            dry_run(build, inputs, layout, settings, dtype=torch.float32)
+    else:
+        assert dry_run(build, inputs, layout, settings, dtype=torch.float32).flops > 0, name
+
+
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning", "ignore:In CPU autocast:UserWarning")
+@pytest.mark.parametrize("kind", [*EXAMPLES, "ZImageControlNetModel"])
+@pytest.mark.default("Kandinsky5Transformer3DModel")  # it reads values of positions
+def test_every_class_can_be_planned(kind: str) -> None:
+    """Sampling with the planner's inputs, training with those of `tests/models`, or the forward cannot be traced."""
+    if kind in EXAMPLES:
+        _check_example(kind)
+    for name in (FIRST[kind], *(x for x in (*CANNOT, *CANNOT_TRAIN) if TINY[x].kind == kind and x != FIRST[kind])):
+        inputs: dict[str, Any] = replace(
+            Tensor, lambda x: x.float() if x.is_floating_point() else x, TINY[name].arguments()
+        )
+        model = planned(TINY[name].build().float(), inputs)
+        for task in ("train", "sample") if name in CANNOT_TRAIN else ("train",):
+            _check(model.build, inputs, Layout(ulysses=2), task, name)
+
+
+def _check_example(kind: str) -> None:
+    """Values of the same inputs are those of `tests/models`."""
+    name, example = FIRST[kind], EXAMPLES[kind]
+    frames = 1 + 2 * example.time if example.has("frames", "audio") else 1
+    side = 8 * example.space if name == "kandinsky6_sr" else 4 * example.space  # it has blocks of 8 x 8 tokens
+    size = MediaSize(2 * side, side, frames, text=7, batch=2)  # an odd number of tokens, text included
+    config = TINY[name].config
+    model = diffusers_model(kind, config, size)
+    _check(model.build, model.inputs, Layout(ring=2), "sample", name)
+    if example.has("height", "tokens"):
+        with pytest.raises(ValueError, match=r"height=.* must be a multiple"):
+            diffusers_model(kind, config, replace_fields(size, height=size.height + 1))
+    try:  # six classes have no default configuration: they need entries such as their widths
+        default = diffusers_model(kind, {}, MediaSize(768, 1536, frames if example.has("frames") else 1))
+    except ValueError as error:
+        assert "cannot be built with this configuration" in str(error)  # noqa: PT017
+    else:
+        assert default.tokens
 
 
 def test_exceptions_are_models() -> None:

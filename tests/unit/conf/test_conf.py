@@ -27,6 +27,7 @@ from lightning_cp.recipes.sampling.step_cache import enable_cache
 from lightning_cp.recipes.settings.known import KnownSettings
 from lightning_cp.recipes.settings.table import SettingsError
 from lightning_cp.strategies.mixin import ContextParallelMixin
+from tests.harness.cases import and_others
 from tests.unit.recipes.composed import CONF, composed
 
 ROOT = CONF.parent
@@ -51,7 +52,6 @@ def test_every_strategy_is_built(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", options("trainer"))
-@pytest.mark.default(1)
 def test_every_trainer_is_built(name: str) -> None:
     built = instantiate(resolved(f"trainer={name}", "strategy=cp").trainer)
     assert built.world_size == 1
@@ -60,9 +60,7 @@ def test_every_trainer_is_built(name: str) -> None:
     assert isinstance(built.strategy, ContextParallelMixin)
 
 
-@pytest.mark.parametrize("data", [name for name in options("data") if "digits" in name])
-@pytest.mark.parametrize("model", [name for name in options("model") if "tiny" in name])
-@pytest.mark.default(1)
+@pytest.mark.parametrize(("model", "data"), [("flux_tiny", "digits"), ("wan_tiny", "moving_digits")])
 def test_every_model_takes_every_data(model: str, data: str) -> None:
     config = resolved(f"model={model}", f"data={data}")
     dataset, module = instantiate(config.data.dataset), instantiate(config.model)
@@ -82,7 +80,6 @@ def test_the_larger_model_is_built() -> None:
 
 
 @pytest.mark.parametrize("name", options("cache"))
-@pytest.mark.default(1)
 def test_every_step_cache_is_enabled(name: str) -> None:
     settings = composed("sample", f"cache={name}").cache
     transformer: Any = instantiate(resolved().model).transformer
@@ -99,7 +96,6 @@ def test_a_step_cache_that_matches_no_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", options("optim"))
-@pytest.mark.default(1)
 def test_every_optimizer_is_built(name: str) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")  # not in the extra dev: its import starts threads, before tests fork
@@ -109,9 +105,14 @@ def test_every_optimizer_is_built(name: str) -> None:
     assert optimizer.param_groups[0]["lr"] == settings.lr
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("names", and_others(options("experiment"), 4))
 @pytest.mark.default(4)
-def test_every_experiment_begins_with_its_command_and_composes(name: str) -> None:
+def test_every_experiment_begins_with_its_command_and_composes(names: list[str]) -> None:
+    for name in names:
+        _check_experiment(name)
+
+
+def _check_experiment(name: str) -> None:
     lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"  # Hydra needs it first
     fine_tunes = name.startswith("finetune")
@@ -221,15 +222,18 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
     assert OmegaConf.create(printed).ulysses == 2
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "check-family", "precompute", "plan", "check", "bench"])
-@pytest.mark.default("check-family")
-def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:
+@pytest.mark.parametrize(
+    "commands", and_others(("check-family", "train", "sample", "precompute", "plan", "check", "bench"))
+)
+@pytest.mark.default(1)
+def test_an_installed_command_prints_its_settings(commands: list[str], foreign_project: Path) -> None:
     """A stranger's folder `conf` beside the package is not used."""
     (foreign_project / "site" / "conf").mkdir()
     (foreign_project / "site" / "conf" / "train.yaml").write_text("wrong: true\n")
-    printed = run_in(foreign_project, "-m", "lightning_cp.recipes.console", command, "--cfg", "job")
-    assert "wrong" not in printed
-    assert len(OmegaConf.create(printed)) > 3
+    for command in commands:
+        printed = run_in(foreign_project, "-m", "lightning_cp.recipes.console", command, "--cfg", "job")
+        assert "wrong" not in printed
+        assert len(OmegaConf.create(printed)) > 3
 
 
 def test_the_console_lists_its_commands_and_refuses_others() -> None:

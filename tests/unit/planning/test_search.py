@@ -31,8 +31,6 @@ from lightning_cp.planning.step import Layout, Step
 from lightning_cp.planning.timeline import Times, time_step
 from lightning_cp.plans import REGISTERED
 from lightning_cp.plans.examples import EXAMPLES
-from tests.models import FIRST, TINY
-from tests.models.test_dry_runs import CANNOT
 
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16}
 H100 = device_named("h100")
@@ -255,34 +253,6 @@ def test_devices_are_named_changed_and_given() -> None:
         device_named("h100", {"tflop": 1})
     with pytest.raises(ValueError, match=r"gpu\.tflops=0 must be a number more than 0"):
         device_named("h100", {"tflops": 0})
-
-
-@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning", "ignore:In CPU autocast:UserWarning")
-@pytest.mark.parametrize("kind", EXAMPLES)
-@pytest.mark.default("Kandinsky5Transformer3DModel")  # it reads values of positions
-def test_every_class_can_be_planned(kind: str) -> None:
-    """Or its forward cannot be traced at all. Values of the same inputs are those of `tests/models`."""
-    name, example = FIRST[kind], EXAMPLES[kind]
-    frames = 1 + 2 * example.time if example.has("frames", "audio") else 1
-    side = 8 * example.space if name == "kandinsky6_sr" else 4 * example.space  # it has blocks of 8 x 8 tokens
-    size = MediaSize(2 * side, side, frames, text=7, batch=2)  # an odd number of tokens, text included
-    config = TINY[name].config
-    planned = diffusers_model(kind, config, size)
-    if name in CANNOT:
-        with pytest.raises(ValueError, match="this forward cannot be traced"):
-            dry_run(planned.build, planned.inputs, Layout(ring=2), StepSettings("sample"), dtype=torch.float32)
-    else:
-        step = dry_run(planned.build, planned.inputs, Layout(ring=2), StepSettings("sample"), dtype=torch.float32)
-        assert step.flops > 0
-    if example.has("height", "tokens"):
-        with pytest.raises(ValueError, match=r"height=.* must be a multiple"):
-            diffusers_model(kind, config, replace(size, height=size.height + 1))
-    try:  # six classes have no default configuration: they need entries such as their widths
-        default = diffusers_model(kind, {}, MediaSize(768, 1536, frames if example.has("frames") else 1))
-    except ValueError as error:
-        assert "cannot be built with this configuration" in str(error)  # noqa: PT017
-    else:
-        assert default.tokens
 
 
 def test_the_planner_knows_every_transformer() -> None:
