@@ -46,7 +46,6 @@ def _parallel(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "name"), _REFUSED)
-@pytest.mark.default(1)
 def test_an_argument_that_a_plan_refuses(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     argument, _, key = name.partition(".")
@@ -66,7 +65,6 @@ def test_the_page_says_what_is_refused_and_when() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), _REQUIRED)
-@pytest.mark.default(1)
 def test_an_argument_that_a_plan_requires(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     with pytest.raises(ShapeError, match=f"{name} must be given"):

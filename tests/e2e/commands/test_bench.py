@@ -16,6 +16,7 @@ from lightning_cp.recipes.benchmarks.gpu.results import read_results
 from lightning_cp.recipes.benchmarks.gpu.run import STAGES
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
+from tests.harness.cases import and_others
 
 QUICK = ("bench=quick", "repeats=2", "seconds=0", "attention.lengths=[128]")
 
@@ -72,20 +73,21 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
     _assert_attention_sends_what_it_should(by_name, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("workloads=[atention]", "workloads=['atention'] is not valid: must be some of attention, one_rank"),
-        ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
-        ("~model", "these settings have no model"),
-    ],
-)
+_REFUSED = [
+    ("workloads=[atention]", "workloads=['atention'] is not valid: must be some of attention, one_rank"),
+    ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
+    ("~model", "these settings have no model"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_a_wrong_setting_is_one_error(given: str, said: str, tmp_path: Path) -> None:
-    done = _bench(tmp_path, *given.split())
-    assert done.returncode == 1
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_setting_is_one_error(refused: list[tuple[str, str]], tmp_path: Path) -> None:
+    for given, said in refused:
+        done = _bench(tmp_path, *given.split())
+        assert done.returncode == 1
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -113,19 +115,20 @@ def test_sparse_masks_are_measured_in_one_process_and_on_ranks(tmp_path: Path) -
     assert "| frames, blocks of 32 | 0.53 |" in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
-        ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
-        ("device=tpu", "device=tpu is not valid: must be cpu or cuda"),
-    ],
-)
+_STAGES_REFUSED = [
+    ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
+    ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
+    ("device=tpu", "device=tpu is not valid: must be cpu or cuda"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_STAGES_REFUSED))
 @pytest.mark.default(1)
-def test_wrong_settings_of_the_stages_are_one_error(given: str, said: str, tmp_path: Path) -> None:
-    done = _gpu_stages(tmp_path, given)
-    assert done.returncode == 1
-    assert said in done.stderr
+def test_wrong_settings_of_the_stages_are_one_error(refused: list[tuple[str, str]], tmp_path: Path) -> None:
+    for given, said in refused:
+        done = _gpu_stages(tmp_path, given)
+        assert done.returncode == 1
+        assert said in done.stderr
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import warm
+from tests.harness.cases import and_others
 
 _ROOT = Path(__file__).parents[3]
 _GUIDE = re.findall(r"```python\n(.*?)```", (_ROOT / "docs" / "plans.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -57,21 +58,24 @@ def test_a_class_without_a_plan_is_refused_with_advice(folder: Path) -> None:
     assert "docs/plans.md" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (("model=my_model.py", "ranks=1"), "ranks=1 must be an integer of at least 2"),
-        ((), "model=<file.py> must be set"),
-        (("model=none.py",), "model=none.py does not exist"),
-        (("model=no_such_module",), "must be a .py file or a module"),
-    ],
-)
+_REFUSED = [
+    (("model=my_model.py", "ranks=1"), "ranks=1 must be an integer of at least 2"),
+    ((), "model=<file.py> must be set"),
+    (("model=none.py",), "model=none.py does not exist"),
+    (("model=no_such_module",), "must be a .py file or a module"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_bad_settings_are_refused_before_anything_starts(folder: Path, settings: tuple[str, ...], told: str) -> None:
-    done = _check(folder, *settings)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_settings_are_refused_before_anything_starts(
+    folder: Path, refused: list[tuple[tuple[str, ...], str]]
+) -> None:
+    for settings, told in refused:
+        done = _check(folder, *settings)
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_an_output_folder_that_cannot_be_created_is_refused_in_one_line(folder: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_cp.recipes.plan import run_calibration
 from lightning_cp.recipes.planning.settings import request_of
 from lightning_cp.recipes.runs.command import conf_dir
 from tests.harness import warm
+from tests.harness.cases import and_others
 from tests.pipelines import PIPES
 
 _ROOT = Path(__file__).parents[3]
@@ -132,27 +133,28 @@ def test_invalid_settings_are_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("ranks=0", "ranks=0 must be"),
-        ("memory_gb=0", "memory_gb=0 must be"),
-        ("gpu=none.yaml", "gpu=none.yaml cannot be read"),
-        ("model=Nothing", "diffusers has no class Nothing"),
-        ("model=some/folder", "model=some/folder is no folder"),
-        ("fixed.cfg=2", "fixed.cfg=2 is for task=sample"),
-        ("fixed.pipe=2", "fixed.pipe cannot be planned: use one of data, cfg, ring, ulysses"),
-        ("+config.num_layres=4", "no such entry, use num_layers"),
-        ("+config.num_layers=many", "cannot be built with this configuration"),
-        ("height=0", "height=0 must be"),
-        ("fixed.ring=3", "no layout of 8 ranks has these degrees"),
-    ],
-)
+_REFUSED = [
+    ("ranks=0", "ranks=0 must be"),
+    ("memory_gb=0", "memory_gb=0 must be"),
+    ("gpu=none.yaml", "gpu=none.yaml cannot be read"),
+    ("model=Nothing", "diffusers has no class Nothing"),
+    ("model=some/folder", "model=some/folder is no folder"),
+    ("fixed.cfg=2", "fixed.cfg=2 is for task=sample"),
+    ("fixed.pipe=2", "fixed.pipe cannot be planned: use one of data, cfg, ring, ulysses"),
+    ("+config.num_layres=4", "no such entry, use num_layers"),
+    ("+config.num_layers=many", "cannot be built with this configuration"),
+    ("height=0", "height=0 must be"),
+    ("fixed.ring=3", "no layout of 8 ranks has these degrees"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_settings_that_cannot_be_planned(setting: str, message: str) -> None:
-    add = "+" if setting.startswith("fixed.pipe") else ""  # conf/plan does not have it
-    with pytest.raises(ValueError, match=re.escape(message)):
-        search(request_of(_config("gpu=cpu", f"{add}{setting}")))
+def test_settings_that_cannot_be_planned(refused: list[tuple[str, str]]) -> None:
+    for setting, message in refused:
+        add = "+" if setting.startswith("fixed.pipe") else ""  # conf/plan does not have it
+        with pytest.raises(ValueError, match=re.escape(message)):
+            search(request_of(_config("gpu=cpu", f"{add}{setting}")))
 
 
 def _config(*settings: str) -> DictConfig:

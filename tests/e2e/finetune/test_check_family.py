@@ -11,6 +11,7 @@ import torch
 
 from tests.families.cases import made
 from tests.harness import warm
+from tests.harness.cases import and_others
 from tests.pipelines import PIPES
 
 _RECIPE = Path(__file__).parents[3] / "recipes" / "check_family.py"
@@ -54,34 +55,30 @@ def test_proofs_of_a_modular_pipeline_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("height=33", "error: height=33 must be a multiple of 16"),
-        ("pretrained=nothing", "error: pretrained=nothing must be a pipeline's folder, or the id of one"),
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path, setting: str, message: str) -> None:
+def test_what_a_pipeline_cannot_do_is_one_line(tmp_path: Path) -> None:
     torch.manual_seed(0)
     PIPES["wan"].make().save_pretrained(tmp_path / "pipeline")
-    completed = _check(tmp_path, "pretrained=pipeline", setting)
-    assert completed.returncode == 2
-    assert completed.stderr.splitlines()[-1].startswith(message)
-    assert "Traceback" not in completed.stderr
+    refused = {"height=33": "must be a multiple of 16", "pretrained=nothing": "must be a pipeline's folder, or the id"}
+    for setting, message in refused.items():
+        completed = _check(tmp_path, "pretrained=pipeline", setting)
+        assert completed.returncode == 2
+        assert completed.stderr.splitlines()[-1].startswith(f"error: {setting} {message}")
+        assert "Traceback" not in completed.stderr
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("pretrained=x", "dtype=float16"), "dtype=float16 must be one of float32, bfloat16"),
-        ((), "pretrained=<folder of a pipeline> must be given"),
-        (("pretrained=x", "ranks=0"), "ranks=0 must be 1 or more"),
-        (("pretrained=x", "captions=[one]"), "must be a list of two captions or more"),
-    ],
-)
+_REFUSED = [
+    (("pretrained=x", "dtype=float16"), "dtype=float16 must be one of float32, bfloat16"),
+    ((), "pretrained=<folder of a pipeline> must be given"),
+    (("pretrained=x", "ranks=0"), "ranks=0 must be 1 or more"),
+    (("pretrained=x", "captions=[one]"), "must be a list of two captions or more"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_bad_settings_are_refused(tmp_path: Path, settings: tuple[str, ...], message: str) -> None:
-    completed = _check(tmp_path, *settings)
-    assert completed.returncode == 2
-    assert message in completed.stderr
-    assert "Traceback" not in completed.stderr
+def test_bad_settings_are_refused(tmp_path: Path, refused: list[tuple[tuple[str, ...], str]]) -> None:
+    for settings, message in refused:
+        completed = _check(tmp_path, *settings)
+        assert completed.returncode == 2
+        assert message in completed.stderr
+        assert "Traceback" not in completed.stderr

@@ -14,6 +14,7 @@ from lightning_cp.finetune.families.latents import decode_latents
 from lightning_cp.latent_cache import LatentCache
 from tests.e2e.recipe import ROOT, Finished, error_of, started
 from tests.families.cases import made
+from tests.harness.cases import and_others
 from tests.unit.finetune.precompute.made import PICTURES, clips, contents, encoded, pictures, pipeline
 
 RECIPE = ROOT / "recipes" / "precompute.py"
@@ -97,23 +98,23 @@ def test_two_runs_write_one_cache_together(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("data.path=gone", "data.path={tmp}/gone does not exist"),
-        ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
-        ("model.pretrained={tmp}/gone", "must be a pipeline's folder, or the id of one on the Hub"),
-        ("output={data}/latents", "must not lie in data.path"),
-        ("output={pipe}", "holds other files"),
-        ("output={pipe}/model_index.json/out", "cannot be written to"),
-        ("precompute.sizes=[[480]]", "precompute.sizes=[[480]] is not valid"),
-        ("precompute.clips=all", "precompute.clips=all needs the length of a clip"),
-        ("precompute.vae_ranks=2 devices=3", "precompute.vae_ranks=2 must divide devices=3"),
-        ("precompute.workers=3", "workers"),
-    ],
-)
+_REFUSED = [
+    ("data.path=gone", "data.path={tmp}/gone does not exist"),
+    ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
+    ("model.pretrained={tmp}/gone", "must be a pipeline's folder, or the id of one on the Hub"),
+    ("output={data}/latents", "must not lie in data.path"),
+    ("output={pipe}", "holds other files"),
+    ("output={pipe}/model_index.json/out", "cannot be written to"),
+    ("precompute.sizes=[[480]]", "precompute.sizes=[[480]] is not valid"),
+    ("precompute.clips=all", "precompute.clips=all needs the length of a clip"),
+    ("precompute.vae_ranks=2 devices=3", "precompute.vae_ranks=2 must divide devices=3"),
+    ("precompute.workers=3", "workers"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_bad_settings_are_one_line_before_anything_slow(change: str, message: str, tmp_path: Path) -> None:
+def test_bad_settings_are_one_line_before_anything_slow(refused: list[tuple[str, str]], tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from hydra.errors import ConfigCompositionException
 
@@ -126,14 +127,15 @@ def test_bad_settings_are_one_line_before_anything_slow(change: str, message: st
     (pipe / "model_index.json").write_text("{}")
     names = {"tmp": tmp_path, "data": data, "pipe": pipe}
     given = [f"model.pretrained={pipe}", f"data.path={data}", f"output={tmp_path}/out", "run_dir=x"]
-    changes = change.format(**names).replace("=gone", f"={tmp_path}/gone").split()
-    with (
-        initialize_config_dir(str(ROOT / "conf" / "precompute"), version_base="1.3"),
-        pytest.raises((SettingsError, ConfigCompositionException)) as raised,
-    ):
-        check_precompute(compose("precompute", [*given, *changes]), Machine(cores=4), None)
-    assert message.format(**names) in str(raised.value)
-    assert "\n" not in str(raised.value) or "precompute.workers" in change
+    for change, message in refused:
+        changes = change.format(**names).replace("=gone", f"={tmp_path}/gone").split()
+        with (
+            initialize_config_dir(str(ROOT / "conf" / "precompute"), version_base="1.3"),
+            pytest.raises((SettingsError, ConfigCompositionException)) as raised,
+        ):
+            check_precompute(compose("precompute", [*given, *changes]), Machine(cores=4), None)
+        assert message.format(**names) in str(raised.value)
+        assert "\n" not in str(raised.value) or "precompute.workers" in change
 
 
 @pytest.mark.full

@@ -16,31 +16,33 @@ from lightning_cp.checkpoint import latest_checkpoint, read_manifest
 from lightning_cp.recipes.training.records import read_metrics
 from tests.e2e.recipe import RECIPE, ROOT, SMALL, ranks_of, run, started
 from tests.harness import warm
+from tests.harness.cases import and_others
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_every=2")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("strategy=cp ring=0", "ring=0"),  # a rule
-        ("rign=2", "rign"),  # a key
-        ("model=nothing", "wan_tiny"),  # Hydra's own error
-        ("launcher=slurm", "add -m"),
-    ],
-)
+_REFUSED = [
+    ("strategy=cp ring=0", "ring=0"),  # a rule
+    ("rign=2", "rign"),  # a key
+    ("model=nothing", "wan_tiny"),  # Hydra's own error
+    ("launcher=slurm", "add -m"),
+]
+
+
+@pytest.mark.parametrize("refused", and_others(_REFUSED))
 @pytest.mark.default(1)
-def test_bad_settings_are_refused_at_once(given: str, said: str, tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # In a new program: a warm one has imported everything.
-    finished = run(*given.split(), folder=tmp_path / "run", cold=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: other programs do not change it
-    assert after.ru_utime - before.ru_utime < 10
-    assert finished.exit_code != 0
-    assert said in finished.stderr
-    assert "Traceback" not in finished.stderr
-    assert finished.stdout == ""
+def test_bad_settings_are_refused_at_once(refused: list[tuple[str, str]], tmp_path: Path) -> None:
+    for given, said in refused:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # In a new program: a warm one has imported everything.
+        finished = run(*given.split(), folder=tmp_path / "run", cold=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time: other programs do not change it
+        assert after.ru_utime - before.ru_utime < 10
+        assert finished.exit_code != 0
+        assert said in finished.stderr
+        assert "Traceback" not in finished.stderr
+        assert finished.stdout == ""
 
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cases import and_others
+
 RECIPES = Path(__file__).parents[3] / "recipes"
 # Each takes from half a second to several seconds to import. Counted instead of measured: the machine may be busy.
 HEAVY = ("torch", "lightning", "diffusers", "transformers", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "PIL")
@@ -26,26 +28,25 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(
-    ("recipe", "argument", "exit_code"),
-    [
-        ("train.py", "--help", 0),
-        ("train.py", "ring=0", 2),
-        ("sample.py", "ring=0", 2),
-        ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
-        ("bench.py", "--help", 0),
-        ("check.py", "--help", 0),
-        ("doctor.py", "--help", 0),
-    ],
-)
+_STARTS = [
+    ("train.py", "--help", 0),
+    ("train.py", "ring=0", 2),
+    ("sample.py", "ring=0", 2),
+    ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
+    ("bench.py", "--help", 0),
+    ("check.py", "--help", 0),
+    ("doctor.py", "--help", 0),
+]
+
+
+@pytest.mark.parametrize("starts", and_others(_STARTS))
 @pytest.mark.default(1)
-def test_help_and_a_refused_setting_import_nothing_heavy(
-    recipe: str, argument: str, exit_code: int, tmp_path: Path
-) -> None:
-    given = [argument] if argument == "--help" else [*argument.split(), f"hydra.run.dir={tmp_path}/run"]
-    command = [sys.executable, "-c", _RUN, ",".join(HEAVY), str(RECIPES / recipe), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
-    assert done.returncode == exit_code, done.stderr
-    *_, imported, modules = done.stdout.splitlines()
-    assert imported == "imported:"
-    assert int(modules.split()[1]) < 600
+def test_help_and_a_refused_setting_import_nothing_heavy(starts: list[tuple[str, str, int]], tmp_path: Path) -> None:
+    for recipe, argument, exit_code in starts:
+        given = [argument] if argument == "--help" else [*argument.split(), f"hydra.run.dir={tmp_path}/run"]
+        command = [sys.executable, "-c", _RUN, ",".join(HEAVY), str(RECIPES / recipe), *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+        assert done.returncode == exit_code, done.stderr
+        *_, imported, modules = done.stdout.splitlines()
+        assert imported == "imported:", recipe
+        assert int(modules.split()[1]) < 600, recipe

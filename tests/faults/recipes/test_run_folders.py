@@ -21,6 +21,7 @@ from lightning_cp.recipes.training.records import read_metrics
 from tests.e2e.recipe import ROOT, ranks_of, started
 from tests.e2e.training.test_sweep import SWEEPING, TORCHRUN
 from tests.harness import warm
+from tests.harness.cases import and_others
 
 LIMIT_S = 100.0
 SAME_MOMENT = "${output_root}/${now:%Y}"  # a name with the time, and equal for all runs of a test
@@ -273,18 +274,21 @@ def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: P
     assert stderr.count("Read-only file system") == 1, stderr
 
 
-@pytest.mark.parametrize("recipe", ["check", "bench", "check_family", "precompute", "plan"])
+@pytest.mark.parametrize("recipes", and_others(("check", "bench", "check_family", "precompute", "plan")))
 @pytest.mark.default(1)
-def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(recipe: str, tmp_path: Path) -> None:
-    process = warm.Popen(
-        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=/proc/none"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-    )
-    stdout, stderr = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, stdout) == (2, "")
-    (line,) = stderr.splitlines()
-    assert line.startswith("error: hydra.run.dir=/proc/none cannot be written to: ")
+def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(
+    recipes: list[str], tmp_path: Path
+) -> None:
+    for recipe in recipes:
+        process = warm.Popen(
+            [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=/proc/none"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+        )
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, stdout) == (2, "")
+        (line,) = stderr.splitlines()
+        assert line.startswith("error: hydra.run.dir=/proc/none cannot be written to: ")
