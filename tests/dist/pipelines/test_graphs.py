@@ -71,7 +71,6 @@ CASES = [  # pipeline, ranks, mode, cfg, what is special
     ("wan", 2, "ring", 2, ""),
     ("flux", 3, "ulysses", 1, "compiled blocks"),
     ("flux", 3, "ulysses", 1, "whole, compiled"),
-    ("flux", 4, "unified", 1, ""),
     ("flux", 4, "ring", 1, "data groups"),
     ("flux", 2, "ring", 1, "offload"),
     ("sd3", 4, "ring", 2, ""),

@@ -35,6 +35,7 @@ from lightning_cp.pipelines.guidance.branches import BranchRunner, guidance_may_
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
+from tests.harness.cases import and_others
 from tests.pipelines import PIPES
 from tests.pipelines.tiny import error_of
 
@@ -103,16 +104,17 @@ def test_a_branch_that_needs_the_one_before_is_refused(run_ranks: RankPool) -> N
         run_ranks(3, _reading, "numpy")
 
 
-@pytest.mark.parametrize("how", ["views", "arithmetic", "copies", "untouched"])
+@pytest.mark.parametrize("ways", and_others(("views", "arithmetic", "copies", "untouched")))
 @pytest.mark.default(1)
-def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str) -> None:
+def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, ways: list[str]) -> None:
     world, x = 3, torch.arange(6.0).view(1, 6)
-    outs = [HOW[how](x + step + branch) for step in range(4) for branch in range(world)]
-    expected = [y for out in outs for y in out.flatten().tolist()]
-    for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
-        assert found == expected
-        assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all, which gives the shapes
-        assert shared == 4 * world
+    for how in ways:
+        outs = [HOW[how](x + step + branch) for step in range(4) for branch in range(world)]
+        expected = [y for out in outs for y in out.flatten().tolist()]
+        for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
+            assert found == expected, how
+            assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all: it gives the shapes
+            assert shared == 4 * world
 
 
 def _lonely(rank: int, world: int) -> tuple[list[float], int]:
@@ -264,28 +266,28 @@ def _refused(rank: int, world: int, what: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("no guidance", "GuidanceError: cfg=2, but WanPipeline computes one branch at a time: guidance is off"),
-        ("prompt", "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other"),
-        ("generator", r"PeerMismatchError: .*generator is on \['cpu'\] on one rank and on no device on the other"),
-        ("gradients", "cfg=2 is for sampling only, but WanTransformer3DModel is called with gradients enabled"),
-        ("tangents", "a pipeline with cfg=2 has no forward derivative"),
-        ("exchanged", "WanPipeline.transformer was replaced after parallelize_pipeline"),
-        ("noise of another", "the contents of hidden_states differ"),
-        ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 must divide the world size 2"),
-        ("mesh", "ValueError: cfg=4 contradicts the mesh: its axis 'cfg' has size 2"),
-        ("twice", "PlanError: WanPipeline is already context-parallel"),
-    ],
-)
+_REFUSED = {
+    "no guidance": "GuidanceError: cfg=2, but WanPipeline computes one branch at a time: guidance is off",
+    "prompt": "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other",
+    "generator": r"PeerMismatchError: .*generator is on \['cpu'\] on one rank and on no device on the other",
+    "gradients": "cfg=2 is for sampling only, but WanTransformer3DModel is called with gradients enabled",
+    "tangents": "a pipeline with cfg=2 has no forward derivative",
+    "exchanged": "WanPipeline.transformer was replaced after parallelize_pipeline",
+    "noise of another": "the contents of hidden_states differ",
+    "cfg": "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 must divide the world size 2",
+    "mesh": "ValueError: cfg=4 contradicts the mesh: its axis 'cfg' has size 2",
+    "twice": "PlanError: WanPipeline is already context-parallel",
+}
+
+
+@pytest.mark.parametrize("whats", and_others(_REFUSED, 3))
 @pytest.mark.default(3)
 def test_pipeline_calls_that_cannot_be_distributed_are_refused_on_every_rank(
-    run_ranks: RankPool, what: str, told: str
+    run_ranks: RankPool, whats: list[str]
 ) -> None:
-    answers = run_ranks(2, _refused, what)
-    for answer in answers:
-        assert re.search(told, answer), answer
+    for what in whats:
+        for answer in run_ranks(2, _refused, what):
+            assert re.search(_REFUSED[what], answer), answer
 
 
 def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from lightning_cp.errors import PlanError
 from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
+from tests.harness.cases import and_others, grouped
 from tests.models.modes import MODES
 from tests.pipelines import PIPES
 from tests.pipelines.tiny import error_of
@@ -154,14 +156,19 @@ TRIED = [(feature, AFTER if i % 2 == 0 and feature not in LOADED else BEFORE) fo
 TRIED += [("lora", BEFORE), ("two loras", AFTER), ("compiled blocks", BEFORE)]
 
 
-@pytest.mark.parametrize(("feature", "when"), list(dict.fromkeys(TRIED)))
-@pytest.mark.default(1)
-def test_features_give_one_process_latents(run_ranks: RankPool, feature: str, when: str) -> None:
-    others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
-    for found in run_ranks(2, _tried, feature, when, list(WAYS), others, timeout_s=240):
-        for error, change in found:
-            assert error <= 1e-4
-            assert change > 1e-3 or "lora" not in feature, "the adapters do nothing"
+GROUPS = {"one": TRIED[:1]}
+GROUPS |= grouped(dict.fromkeys(TRIED[1:]), lambda x: (re.findall("offload|int8|lora", x[0]) or ["others"])[0])
+
+
+@pytest.mark.parametrize("tried", GROUPS.values(), ids=GROUPS)
+@pytest.mark.default("one")
+def test_features_give_one_process_latents(run_ranks: RankPool, tried: list[tuple[str, str]]) -> None:
+    for feature, when in tried:
+        others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
+        for found in run_ranks(2, _tried, feature, when, list(WAYS), others, timeout_s=240):
+            for error, change in found:
+                assert error <= 1e-4, (feature, when)
+                assert change > 1e-3 or "lora" not in feature, "the adapters do nothing"
 
 
 def _tried_with_shards(rank: int, world: int, feature: str, when: str, others: dict[str, Any]) -> tuple[float, bool]:
@@ -181,15 +188,13 @@ def _tried_with_shards(rank: int, world: int, feature: str, when: str, others: d
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("feature", "when"),
-    [("lora", BEFORE), ("two loras", AFTER), ("attention backend", AFTER), ("compiled blocks", BEFORE)],
-)
-def test_features_with_sharded_weights(run_ranks: RankPool, feature: str, when: str) -> None:
-    others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
-    for error, spread in run_ranks(2, _tried_with_shards, feature, when, others, timeout_s=240):
-        assert error <= 1e-4
-        assert spread
+def test_features_with_sharded_weights(run_ranks: RankPool) -> None:
+    tried = [("lora", BEFORE), ("two loras", AFTER), ("attention backend", AFTER), ("compiled blocks", BEFORE)]
+    for feature, when in tried:
+        others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
+        for error, spread in run_ranks(2, _tried_with_shards, feature, when, others, timeout_s=240):
+            assert error <= 1e-4, feature
+            assert spread, feature
 
 
 def _changes_shards(rank: int, world: int) -> str:
@@ -236,6 +241,11 @@ CAST: Callable[[Any], None] = WORKS["layerwise casting"]
 # name: feature, settings of parallelize_pipeline, message
 REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
     "device_map of two for the pipeline": (_map, {}, ("device_map puts FluxPipeline.", "cuda:0", "without device_map")),
+    "leaf offload and stages": (
+        WORKS["leaf offload"],
+        {"stages": "offload"},
+        ("group offloading", "FluxPipeline.transformer", "stages='offload'"),
+    ),
     "device_map of two for the transformer": (
         lambda pipe: _map(pipe.transformer),
         {},
@@ -247,11 +257,6 @@ REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]
         ("accelerate", "stages='offload'", "pipe.remove_all_hooks()"),
     ),
     "sequential offload and stages": (_sequential, {"stages": "release"}, ("accelerate", "stages='release'")),
-    "leaf offload and stages": (
-        WORKS["leaf offload"],
-        {"stages": "offload"},
-        ("group offloading", "FluxPipeline.transformer", "stages='offload'"),
-    ),
     "model offload and shards": (WORKS["model offload"], {"shard": ["transformer"]}, ("accelerate", "shard")),
     "block offload and shards": (WORKS["block offload"], {"shard": ["transformer"]}, ("group offloading", "shard")),
     "layerwise casting and shards": (CAST, {"shard": ["transformer"]}, ("shard='transformer'", "layerwise casting")),
@@ -278,11 +283,12 @@ def _refusals(rank: int, world: int, name: str) -> tuple[str, str]:
     return str(before.value), str(after.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.default("device_map of two for the pipeline", "leaf offload and stages")
-def test_what_cannot_be_used_is_refused_by_name(run_ranks: RankPool, name: str) -> None:
-    _, _, parts = REFUSED[name]
-    for before, after in run_ranks(2, _refusals, name, timeout_s=240):
-        for part in parts:
-            assert part in before
-            assert not after or part in after
+@pytest.mark.parametrize("names", and_others(REFUSED, 2))
+@pytest.mark.default(2)
+def test_what_cannot_be_used_is_refused_by_name(run_ranks: RankPool, names: list[str]) -> None:
+    for name in names:
+        _, _, parts = REFUSED[name]
+        for before, after in run_ranks(2, _refusals, name, timeout_s=240):
+            for part in parts:
+                assert part in before, name
+                assert not after or part in after, name

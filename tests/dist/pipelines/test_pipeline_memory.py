@@ -273,16 +273,13 @@ def _offloaded(
 
 OFFLOADED = {
     "flux": ("flux_true_cfg", ("text_encoder", "text_encoder_2"), ("transformer",)),
-    "sd3": ("sd3", ENCODERS, ("transformer",)),
     "controlnet": ("flux_controlnet", ("text_encoder", "text_encoder_2"), ("controlnet", "transformer")),
     "wan": ("wan_two_experts", ("text_encoder",), ("transformer", "transformer_2")),
 }
-STAGED = {"ring2": ("ring", 2, 1), "ring3": ("ring", 3, 1), "cfg2": ("ring", 1, 2), "cfg2_ring2": ("ring", 2, 2)}
+STAGED = {"ring2": ("ring", 2, 1), "ring3": ("ring", 3, 1), "cfg2_ring2": ("ring", 2, 2)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("wan", "ring2"), ("controlnet", "cfg2"), ("sd3", "cfg2_ring2"), ("flux", "ring3")]
-)
+@pytest.mark.parametrize(("kind", "way"), [("wan", "ring2"), ("controlnet", "cfg2_ring2"), ("flux", "ring3")])
 @pytest.mark.default(1)
 def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool, kind: str, way: str) -> None:
     name, encode, denoise = OFFLOADED[kind]
@@ -325,7 +322,6 @@ def _released(
     [
         ("flux", "ring2", ("transformer", "text_encoder")),
         ("wan", "cfg2_ring2", ("transformer", "text_encoder")),
-        ("sd3", "cfg2", ()),
         ("controlnet", "ring3", ()),
     ],
 )

@@ -19,6 +19,7 @@ from lightning_cp.undoable import intercept_calls, intercept_method
 from tests.dist.compare import of_first_rank
 from tests.dist.pipefusion import latents_of, make_pipe
 from tests.harness import RankPool
+from tests.harness.cases import and_others
 from tests.pipelines.tiny import error_of
 
 _STEPS = 6
@@ -91,7 +92,6 @@ _CASES = {
     "wan_unipc": ("wan", "UniPCMultistepScheduler", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
     "ulysses": ("flux", "", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}, {}, 2),
     "z_image": ("z_image", "", 2, {}, {"pipe": 2, "patches": 2}, {}, _STEPS),  # it refines image tokens first
-    "cfg_calls": ("flux_true_cfg", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
     "cfg_batch": ("sd3", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
     "cfg_three_stages": ("flux_true_cfg", "", 6, {}, {"pipe": 3, "cfg": 2, "patches": 3}, {}, 2),
 }
@@ -122,19 +122,21 @@ _WAITS = {"PNDMScheduler": 8, "SASolverScheduler": _STEPS}  # they change result
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "scheduler"), _SCHEDULERS)
-def test_other_schedulers_give_the_same_result(run_ranks: RankPool, name: str, scheduler: str) -> None:
-    for found in run_ranks(2, _compare, name, scheduler, {}, {"pipe": 2, "patches": 2}, {}, ""):
-        assert max(found["errors"]) < 1e-12
-        assert found["waits"] == ([_WAITS[scheduler]] * 2 if scheduler in _WAITS else [3, 2])
+@pytest.mark.parametrize("waits", [False, True])
+def test_other_schedulers_give_the_same_result(run_ranks: RankPool, waits: bool) -> None:
+    for name, scheduler in (x for x in _SCHEDULERS if (x[1] in _WAITS) == waits):
+        for found in run_ranks(2, _compare, name, scheduler, {}, {"pipe": 2, "patches": 2}, {}, ""):
+            assert max(found["errors"]) < 1e-12, scheduler
+            assert found["waits"] == ([_WAITS[scheduler]] * 2 if waits else [3, 2]), scheduler
 
 
-@pytest.mark.parametrize("mixing", _MIXING)
-@pytest.mark.default("views")
-def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool, mixing: str) -> None:
-    for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, mixing):
-        assert max(found["errors"]) < 1e-12
-        assert found["waits"] == [_STEPS, _STEPS]
+@pytest.mark.parametrize("mixings", and_others(_MIXING))
+@pytest.mark.default(1)
+def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool, mixings: list[str]) -> None:
+    for mixing in mixings:
+        for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, mixing):
+            assert max(found["errors"]) < 1e-12, mixing
+            assert found["waits"] == [_STEPS, _STEPS], mixing
 
 
 def _operator_for_each_branch(rank: int, world: int) -> list[float]:
