@@ -113,19 +113,15 @@ def test_fixed_lengths_need_one_graph_each(qwen_image: Given, run_ranks: RankPoo
     assert found.graphs[-1] == len(LENGTHS)
 
 
-@pytest.mark.parametrize("ring", [2, 3])
-def test_fixed_lengths_bound_the_graphs_of_context_parallel_blocks(
-    ring: int, qwen_image: Given, run_ranks: RankPool
-) -> None:
-    found = _run(run_ranks, ring, qwen_image, fixed=True, dynamic=False)
+def test_fixed_lengths_bound_the_graphs_of_context_parallel_blocks(qwen_image: Given, run_ranks: RankPool) -> None:
+    found = _run(run_ranks, 3, qwen_image, fixed=True, dynamic=False)
     assert found.graphs[5] == found.graphs[-1] == len(LENGTHS), found.graphs
 
 
 @pytest.mark.parametrize(
     ("ring", "sizes"),
-    [(1, SIZES[:1]), (3, SIZES), (2, SIZES)],
+    [(1, SIZES[:1]), (3, SIZES)],
 )
-@pytest.mark.default(2)
 def test_dynamic_shapes_need_three_graphs_for_all_lengths(
     ring: int, sizes: Sequence[tuple[int, int]], qwen_image: Given, run_ranks: RankPool
 ) -> None:
@@ -140,11 +136,8 @@ def test_static_shapes_without_fixed_lengths_need_a_graph_for_each(qwen_image: G
     assert found.graphs == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("ring", [2, 3])
-def test_sizes_bound_the_graphs_of_context_parallel_blocks(ring: int, qwen_image: Given, run_ranks: RankPool) -> None:
-    found = _run(
-        run_ranks, ring, qwen_image, texts=(7, 5, 8, 6, 7, 5, 8, 6), fixed=True, dynamic=False, sizes=SIZES[:2]
-    )
+def test_sizes_bound_the_graphs_of_context_parallel_blocks(qwen_image: Given, run_ranks: RankPool) -> None:
+    found = _run(run_ranks, 3, qwen_image, texts=(7, 5, 8, 6, 7, 5, 8, 6), fixed=True, dynamic=False, sizes=SIZES[:2])
     assert found.graphs[3] == found.graphs[-1] == 2, found.graphs
 
 

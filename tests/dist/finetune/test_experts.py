@@ -129,7 +129,6 @@ def _train(rank: int, world: int, kind: type, degrees: dict[str, int], lora: boo
     ("world", "kind", "degrees", "lora", "micro"),
     [
         (3, CP, {"ring": 3}, False, None),
-        (4, CP, {"ring": 2}, True, None),
         (2, FSDP, {"ulysses": 2}, False, 1),
         (4, FSDP, {"ring": 2}, True, None),
     ],

@@ -100,7 +100,6 @@ def _streamed(
     ("name", "dtype", "flavour", "kind", "adapted"),
     [
         ("wan", "bfloat16", "fabric", "cp_fsdp", True),
-        ("sd3", "bfloat16", "fabric", "cp_fsdp", False),
         ("wan", "bfloat16", "trainer", "cp_fsdp", True),
         ("flux", "float32", "trainer", "cp", False),
         ("sd3", "float32", "fabric", "cp_fsdp", True),

@@ -110,7 +110,7 @@ CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
 
 @pytest.mark.parametrize(
     ("name", "kind", "degrees", "optimizer"),
-    [("wan", CP, {"ring": 3}, "sgd"), ("flux", FSDP, {"ring": 3}, "adamw"), ("flux", FSDP, {"ulysses": 2}, "adamw")],
+    [("wan", CP, {"ring": 3}, "sgd"), ("flux", FSDP, {"ring": 3}, "adamw")],
 )
 @pytest.mark.default(1)
 def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
@@ -204,7 +204,7 @@ def _low_precision(rank: int, world: int, folder: Path, name: str, kind: type, p
 
 @pytest.mark.parametrize(
     ("name", "kind", "precision"),
-    [("wan", FSDP, "bf16-mixed"), ("flux", CP, "32-true"), ("flux", FSDP, "32-true")],
+    [("wan", FSDP, "bf16-mixed"), ("flux", CP, "32-true")],
 )
 @pytest.mark.default(1)
 def test_a_float32_adapter_trains_on_a_bfloat16_base(

@@ -76,7 +76,7 @@ def tolerance_of(world: int, precision: str) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "kind", "degrees", "precision"), LAYOUTS)
+@pytest.mark.parametrize(("world", "kind", "degrees", "precision"), LAYOUTS[::2])
 def test_dmd2_has_losses_and_weights_of_one_process(
     world: int, kind: str, degrees: dict[str, int], precision: str, run_ranks: RankPool
 ) -> None:
@@ -118,7 +118,7 @@ def _prefer(rank: int, world: int, kind: str, degrees: dict[str, int], precision
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "kind", "degrees", "precision"), LAYOUTS)
+@pytest.mark.parametrize(("world", "kind", "degrees", "precision"), LAYOUTS[1:])
 def test_dpo_has_losses_and_weights_of_one_process(
     world: int, kind: str, degrees: dict[str, int], precision: str, run_ranks: RankPool
 ) -> None:

@@ -104,8 +104,7 @@ def _errors(rank: int, world: int, place: str, given: tuple[Any, ...]) -> tuple[
     raise AssertionError("expected an error")
 
 
-@pytest.mark.parametrize("world", [3, 2])
-@pytest.mark.parametrize("place", ["slow", "load", "memory"])
+@pytest.mark.parametrize(("place", "world"), [("slow", 3), ("load", 3), ("memory", 2)])
 @pytest.mark.default(1)
 def test_an_error_on_one_rank_ends_all_with_that_error(
     place: str, world: int, flux: Path, tmp_path: Path, run_ranks: RankPool

@@ -80,7 +80,6 @@ def _train(
     ("name", "weights", "kind", "settings"),
     [
         ("wan", "nf4", FSDP, {"ring": 3}),
-        ("flux", "fp8", CP, {"ring": 2}),
         ("wan", "int8", CP, {"ulysses": 2, "ring": 2}),
         ("flux", "int8", FSDP, {"ring": 2, "replicate": 2}),
         ("wan", "fp8", FSDP, {"ring": 2, "reshard_after_forward": False}),

@@ -98,11 +98,13 @@ def _trained(
 
 
 @pytest.mark.parametrize(
-    ("kind", "degrees", "base"),
-    [(ContextParallelStrategy, {"ring": 3}, torch.float64), (ContextParallelFSDPStrategy, {"ring": 2}, torch.bfloat16)],
+    ("blocks", "kind", "degrees", "base"),
+    [
+        ("double", ContextParallelStrategy, {"ring": 3}, torch.float64),
+        ("both_kinds", ContextParallelFSDPStrategy, {"ring": 2}, torch.bfloat16),
+    ],
     ids=["ring3", "cp_fsdp_and_half_precision_base"],
 )
-@pytest.mark.parametrize("blocks", ["both_kinds", "double"])
 @pytest.mark.full
 def test_a_strategy_trains_the_side_model_as_one_process_does(
     blocks: str, kind: type, degrees: dict[str, int], base: torch.dtype, flux: Prepared, run_ranks: RankPool
