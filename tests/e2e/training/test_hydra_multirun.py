@@ -78,10 +78,9 @@ def test_ranks_that_wait_for_a_failed_rank_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
-def test_all_ranks_train_with_the_values_that_optuna_draws(trainer: str, tmp_path: Path) -> None:
+def test_all_ranks_train_with_the_values_that_optuna_draws(tmp_path: Path) -> None:
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
-    ran = sweep(tmp_path, *optuna, "lr=interval(0.001,0.3)", "n=choice(2,3)", f"trainer={trainer}")
+    ran = sweep(tmp_path, *optuna, "lr=interval(0.001,0.3)", "n=choice(2,3)", "trainer=lightning")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     worlds = [len(lines(tmp_path, job)) for job in range(3)]
     jobs = check(tmp_path, worlds)

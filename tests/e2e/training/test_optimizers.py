@@ -22,22 +22,17 @@ def train(folder: Path, optim: str, *given: str) -> Finished:
     return finished
 
 
-@pytest.fixture(scope="module", params=["adamw_fused", *OTHERS])
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
-    """Name of an optimizer, and its run on one process."""
-    if request.param == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        pytest.skip("bitsandbytes is not in the extra dev: its import starts threads, before tests fork")
-    return request.param, train(tmp_path_factory.mktemp(request.param) / "run", request.param)
-
-
 def optimizer_state(finished: Finished) -> dict[str, torch.Tensor]:
     saved = load_checkpoint(finished.folder / "checkpoints/step_00000004")
     return flatten_state(saved.states["optimizer"])[0]
 
 
 @pytest.mark.full  # by default with optim=adamw: test_train.py
-def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], tmp_path: Path) -> None:
-    optim, whole = alone
+@pytest.mark.parametrize("optim", ["adamw_fused", *OTHERS])
+def test_a_resumed_run_and_ranks_train_as_one_process(optim: str, tmp_path: Path) -> None:
+    if optim == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not in the extra dev: its import starts threads, before tests fork")
+    whole = train(tmp_path / "whole", optim)
     resumed = train(tmp_path / "resumed", optim, f"resume={whole.folder / 'checkpoints/step_00000002'}")
     assert [row.step for row in resumed.rows] == [1, 2, 3, 4]
     assert resumed.losses == whole.losses
@@ -46,16 +41,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], 
     assert all(torch.equal(x, expected[name]) for name, x in mine.items())
     has_bytes = any(x.dtype == torch.uint8 and x.numel() >= 256 for x in expected.values())
     assert has_bytes == (optim == "adamw_8bit")
-
-
-@pytest.mark.full
-def test_ranks_train_as_one_process(alone: tuple[str, Finished], tmp_path: Path) -> None:
-    optim, whole = alone
     is_refused = optim in ("adamw_8bit", "adafactor", "prodigy")  # see tests/unit/recipes/test_settings.py
-    finished = train(tmp_path / "run", optim, "strategy=cp" if is_refused else "strategy=cp_fsdp", "ring=3")
+    ranks = train(tmp_path / "ranks", optim, "strategy=cp" if is_refused else "strategy=cp_fsdp", "ring=3")
     # a last bit of a gradient can change an 8-bit state by one of its 256 values, and the sign that Lion follows
     rounding = {"adamw_8bit": 1e-3, "lion": 1e-3}
-    assert finished.losses == pytest.approx(whole.losses, rel=rounding.get(optim, 1e-6))
+    assert ranks.losses == pytest.approx(whole.losses, rel=rounding.get(optim, 1e-6))
+    adamw = train(tmp_path / "adamw", "adamw")
+    assert optim == "adamw_fused" or adamw.losses[1:] != whole.losses[1:]
+    if optim in ("adamw_fused", "adamw_8bit"):
+        assert adamw.losses == pytest.approx(whole.losses, rel=1e-6 if optim == "adamw_fused" else 1e-2)
 
 
 @pytest.mark.full
@@ -80,12 +74,3 @@ def _groups(checkpoint: Path) -> dict[str, float]:
     facts = load_checkpoint(checkpoint).states["optimizer"]["param_groups"]
     values: dict[str, float] = facts[0]
     return values
-
-
-@pytest.mark.full
-def test_fused_adamw_is_adamw(alone: tuple[str, Finished], tmp_path: Path) -> None:
-    optim, whole = alone
-    expected = train(tmp_path / "run", "adamw")
-    assert optim == "adamw_fused" or expected.losses[1:] != whole.losses[1:]
-    if optim in ("adamw_fused", "adamw_8bit"):
-        assert expected.losses == pytest.approx(whole.losses, rel=1e-6 if optim == "adamw_fused" else 1e-2)

@@ -80,11 +80,10 @@ def _cp(degrees: str) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "trainer"), [("wan_tiny", "fabric"), ("flux_tiny", "lightning")])
-def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp_path: Path) -> None:
-    settings = ("max_steps=30", f"model={model}", "sampling.num_samples=10", "sampling.num_inference_steps=2")
+def test_thirty_steps_are_the_same_at_every_degree(tmp_path: Path) -> None:
+    settings = ("max_steps=30", "model=flux_tiny", "sampling.num_samples=10", "sampling.num_inference_steps=2")
     reference = run(*settings, folder=tmp_path / "single")
-    settings = (*settings, f"trainer={trainer}")
+    settings = (*settings, "trainer=lightning")
     assert_same_training(run(*settings, folder=tmp_path / "single_too"), reference)
     for degrees in (
         "ring=3",

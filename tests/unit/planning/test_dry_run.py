@@ -253,8 +253,9 @@ def test_the_peak_is_that_of_the_profiler(checkpointing: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16, targets=["to_q", "to_k", "to_v"])])
-@pytest.mark.parametrize("model", ["flux", "wan"])
+@pytest.mark.parametrize(
+    ("model", "lora"), [("flux", None), ("wan", LoraSettings(rank=16, targets=["to_q", "to_k", "to_v"]))]
+)
 def test_large_models_are_traced_within_20_seconds(model: str, lora: LoraSettings | None) -> None:
     if model == "flux":
         build: Any = partial(FluxTransformer2DModel, **_FLUX_DEV)
