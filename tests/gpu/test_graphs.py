@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, capture_forward, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.engine.apply import installed_on, parallelize
-from lightning_cp.engine.graphs import forward, recorder
+from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.pipelines import parallel_pipeline
-from lightning_cp.undoable import intercept_calls
 from tests.dist.pipelines.test_pipeline_features import _lora
 from tests.gpu.echo import echo_world
 from tests.pipelines import PIPES
@@ -121,25 +118,6 @@ def test_compiled_blocks_are_captured(graphed: list[GraphedForward]) -> None:
         assert all(map(torch.equal, expected, found))
 
 
-def test_sizes_in_turn_share_memory_and_the_oldest_is_dropped(
-    graphed: list[GraphedForward], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forward, "_MOST_GRAPHS", 2)
-    model, inputs = _flux()
-    parallelize(model, CONFIGS["one rank"])
-    calls = [(seed, tokens) for seed in range(4) for tokens in (18, 30, 66)]
-
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            return [model(**inputs(seed, tokens), return_dict=False)[0] for seed, tokens in calls]  # type: ignore[call-arg]
-
-    expected = run()
-    capture_forward(model)
-    for _ in range(2):
-        assert all(map(torch.equal, expected, run()))
-        assert graphed[0].num_graphs == 2
-
-
 def test_a_capture_that_fails_leaves_a_usable_gpu(graphed: list[GraphedForward], caplog: Any) -> None:
     model: Any
     model, inputs = _flux()
@@ -163,23 +141,6 @@ def test_a_capture_that_fails_leaves_a_usable_gpu(graphed: list[GraphedForward],
     capture_forward(other)
     assert all(map(torch.equal, before, _outputs(other, others, range(5))))
     assert graphed[1].num_graphs == 1
-
-
-@pytest.mark.parametrize(("tokens", "width", "captures"), [(64, 64, True), (16384, 4096, False)])
-def test_auto_captures_where_the_host_is_the_limit(tokens: int, width: int, captures: bool, caplog: Any) -> None:
-    caplog.set_level("INFO", "lightning_cp")
-    sizes: Any = {"num_attention_heads": width // 64, "attention_head_dim": 64, "num_layers": 4, "ffn_dim": 2 * width}
-    with torch.device("cuda"):
-        model = WanTransformer3DModel(**sizes, text_dim=32, freq_dim=32).bfloat16().eval()
-        side = int((4 * tokens) ** 0.5)
-        inputs = {"hidden_states": torch.randn(1, 16, 1, side, side).bfloat16(), "timestep": torch.full((1,), 10.0)}
-        inputs["encoder_hidden_states"] = torch.randn(1, 7, 32).bfloat16()
-    parallelize(model, CONFIGS["one rank"])
-    one = GraphedForward(installed_on(model), "auto", cache(recorder.recorder_for))  # type: ignore[arg-type]
-    intercept_calls(model, one.run)
-    outputs = _outputs(model, lambda _: inputs, range(6))
-    assert one.num_graphs == captures, caplog.text
-    assert all(torch.equal(x, outputs[0]) for x in outputs)
 
 
 def _draw(pipe: Any, *, seed: int = 1, steps: int = 5, **changed: Any) -> Tensor:

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp.attention import call, context_parallel_attention, gathered, grid, heads, keys, ulysses
 from lightning_cp.comm import packet
@@ -29,9 +27,7 @@ ROTATED = [
     (3, 1, 3, "allgather"),
     (6, 6, 1, "grid 3x2"),
     (6, 3, 2, "alltoall"),
-    (4, 2, 2, "allgather"),
     (6, 2, 3, "allgather"),
-    (4, 4, 1, "grid 2x2"),
     (6, 6, 1, "grid 2x3"),
     (4, 2, 2, "grid 1x2"),
 ]
@@ -235,7 +231,7 @@ def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> No
         assert forward.ulysses_bytes == backward.ulysses_bytes == expected
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES[::2])
 @pytest.mark.default(1)
 def test_sizes_are_exchanged_once_without_lengths_and_never_with_them(
     run_ranks: RankPool, world: int, ring: int, ulysses: int
@@ -258,89 +254,6 @@ def _alone(rank: int, world: int, problem: Problem) -> Traffic:
         q, k, v = (x.clone().requires_grad_() for x in (lambda w: (w.q, w.k, w.v))(whole(problem)))
         context_parallel_attention(q, k, v, parallel_config=problem.config, enable_gqa=True).sum().backward()
     return traffic
-
-
-@pytest.mark.parametrize("world", [4, 3])
-@pytest.mark.default(1)
-def test_the_next_chunk_is_under_way_while_this_one_is_computed(run_ranks: RankPool, world: int) -> None:
-    problem = _problem(world, 1, rotate="alltoall", kv_heads=H, heads=H)
-    for forward, backward in run_ranks(world, _forward_backward, problem, False):
-        assert forward.log == ["send", "attend", "wait"] * (world - 1) + ["attend"]
-        # step 0: the next chunk is sent, ours is computed, the next awaited; then each step also sends on the sum of
-        # gradients that goes with its chunk, having awaited what others had added to it.
-        first = ["send", "grads", "wait"]
-        middle = ["send", "grads", "send", "wait"]  # step 1: the first share has nothing to wait for
-        later = ["send", "grads", "wait", "send", "wait"]
-        last = ["grads", "wait", "send"] if world > 2 else ["grads", "send"]
-        # the rest of our own chunk is computed while the last sum is received
-        assert backward.log == [*first, *middle, *later * (world - 3), *last, "grads", "wait"]
-
-
-def _in_slices(rank: int, world: int, problem: Problem, heads: int) -> tuple[Traffic, Traffic]:
-    with mock.patch.dict(gathered.SLICE_BYTES, cpu=heads * 2 * B * S * world * D * 4):
-        return _forward_backward(rank, world, problem, False)
-
-
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.default(1)
-def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPool, world: int) -> None:
-    problem = _problem(world, 1, kv_heads=H, heads=H)
-    for rank, traffic in enumerate(run_ranks(world, _in_slices, problem, 4)):
-        forward, backward = ([x for x in one.log if x != "wait"] for one in traffic)
-        stretches = 1 + (rank > 0) + (rank < world - 1)  # of the first heads: our keys, then those before, those after
-        assert forward == ["send", "send", *["attend"] * stretches, "send", "attend", "attend"]
-        # and each slice's gradients go home while the next heads are computed
-        first, middle, last = ["grads"] * stretches, ["send", "send", "grads"], ["send", "grads", "send"]
-        assert backward == ["send", "send", *first, *middle, *last]
-        assert traffic[0].log[:4] == ["send", "send", "attend", "wait"], "our keys need not wait"
-        assert traffic[0].ring_bytes == _expected(problem, False)[0].ring_bytes
-
-
-def _most_held(rank: int, world: int, problem: Problem) -> tuple[list[int], list[int]]:
-    """Return the largest number of chunks in buffers, with the copy of the local one, and what is left of them.
-
-    Both in forward and backward.
-    """
-    held: list[StorageWeakRef] = []
-    most, adding = [0], list[bool]()
-    original, add = rotation._take, rotation.RingGradReducer.add
-
-    def adds(reducer: rotation.RingGradReducer, *args: Any) -> None:
-        adding.append(True)
-        add(reducer, *args)
-        adding.clear()
-
-    def watched(layout: Any, like: Tensor) -> Tensor:
-        buffer = original(layout, like)
-        if not adding:  # otherwise it takes the sum of gradients, not a chunk
-            held.append(StorageWeakRef(buffer.untyped_storage()))
-            most[-1] = max(most[-1], sum(not ref.expired() for ref in held))
-        return buffer
-
-    def let_go(*buffers: Tensor) -> None:
-        """No buffer is kept for the next call, so all remaining buffers are referenced."""
-
-    given, (queries, keys) = whole(problem), cut(problem, rank)
-    q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
-    mask = local_mask(problem, given.mask, rank)
-    with (
-        mock.patch.object(rotation, "_take", watched),
-        mock.patch.object(rotation.RingGradReducer, "add", adds),
-        mock.patch.object(rotation.BUFFERS, "give", let_go),
-    ):
-        out = context_parallel_attention(q, k, v, mask, parallel_config=problem.config, enable_gqa=True)
-        left = [sum(not ref.expired() for ref in held)]
-        most.append(0)
-        out.sum().backward()
-        left.append(sum(not ref.expired() for ref in held))
-    return most, left
-
-
-def test_alltoall_holds_two_remote_chunks_at_most(run_ranks: RankPool) -> None:
-    for mask in ("none", "keys"):
-        for most, left in run_ranks(4, _most_held, _problem(4, 1, rotate="alltoall", mask=mask)):
-            assert most == [2, 2]
-            assert left == [0, 0], "chunks outlive the call"
 
 
 def _saved(rank: int, world: int, problem: Problem) -> tuple[list[str], int]:

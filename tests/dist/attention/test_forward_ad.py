@@ -131,7 +131,6 @@ def _assert_exact(run_ranks: RankPool, world: int, cases: list[Problem]) -> None
         (3, 3, 1, "allgather"),
         (3, 3, 1, "alltoall"),
         (3, 1, 3, "allgather"),
-        (4, 2, 2, "alltoall"),
         (4, 4, 1, "grid 2x2"),
     ],
 )
@@ -185,25 +184,6 @@ def test_tangents_pass_through_gathers_sums_and_halos_and_have_gradients(run_ran
     for errors in run_ranks(3, _linear):
         assert len(errors) == 2 * 3 * 2
         assert max(errors) < 1e-12
-
-
-def _frozen_calls(rank: int, world: int) -> list[Tensor]:
-    """Tangents in cases that were zero in an earlier version: frozen inputs, and the third call and later."""
-    config = ContextParallelConfig(ring_degree=world)
-    generator = torch.Generator().manual_seed(rank)
-    q, dq = (torch.randn(1, 3, 2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = []
-    for frozen in (False, False, False, True, True):
-        q.requires_grad_(not frozen)
-        call = torch.func.jvp(lambda x: context_parallel_attention(x, x, x, parallel_config=config), (q,), (dq,))
-        found.append(call[1].detach())
-    return found
-
-
-def test_tangents_are_the_same_at_every_call(run_ranks: RankPool) -> None:
-    for first, *others in run_ranks(3, _frozen_calls):
-        assert first.abs().max() > 1e-3
-        assert all(torch.equal(x, first) for x in others)
 
 
 def _traffic(rank: int, world: int, ring: int, ulysses: int, rotate: str) -> tuple[list[int], list[int]]:

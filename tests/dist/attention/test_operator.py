@@ -54,9 +54,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate", "layout"),
     [
-        (1, 1, 1, "allgather", "contiguous"),
         (3, 3, 1, "allgather", "transposed"),
-        (3, 1, 3, "allgather", "contiguous"),
         (3, 1, 3, "allgather", "transposed"),
         (4, 4, 1, "grid 2x2", "contiguous"),
     ],
@@ -100,7 +98,6 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> list[flo
     [
         (3, 3, 1, "alltoall"),
         (3, 1, 3, "allgather"),
-        (4, 2, 2, "alltoall"),
         (4, 4, 1, "grid 2x2"),
     ],
 )
@@ -115,10 +112,9 @@ def test_a_compiled_function_gives_the_same_numbers(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3)])
-def test_a_function_compiled_by_inductor_gives_the_same_numbers(run_ranks: RankPool, ring: int, ulysses: int) -> None:
+def test_a_function_compiled_by_inductor_gives_the_same_numbers(run_ranks: RankPool) -> None:
     for mask in ("none", "keys", "rows"):
-        problem = Problem(ring, ulysses, (2, 3, 4), (2, 3, 4), heads=6, kv_heads=2, mask=mask)
+        problem = Problem(3, 1, (2, 3, 4), (2, 3, 4), heads=6, kv_heads=2, mask=mask)
         for errors in run_ranks(3, _compiled, problem, "inductor", timeout_s=300):
             assert max(errors) < 1e-11
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -28,7 +26,6 @@ from lightning_cp.mesh.groups import groups_for
 from lightning_cp.vae import parallelize_vae
 from tests import features
 from tests.dist.attention.test_exactness import problems
-from tests.dist.compare import averaged, outcome, worst
 from tests.dist.problems import Problem, errors, expect, part_of, solve, whole
 from tests.dist.vaes import ALL, make_vae
 from tests.harness import RankPool
@@ -62,7 +59,7 @@ def _checked(rank: int, world: int, name: str, mode: str, text: int | None) -> s
 
 
 _MODES = (("ring", 3), ("ulysses", 3), ("replay", 3), ("rotation", 4), ("unified", 4), ("unified3", 6))
-_REST = [(name, *mode) for name, mode in in_turn(list(FIRST.values())[::5], _MODES)]
+_REST = [(name, *mode) for name, mode in in_turn(list(FIRST.values())[::12], _MODES)]
 
 
 @pytest.mark.parametrize(("name", "mode", "world"), [("flux", "ulysses", 3), *_REST])
@@ -71,13 +68,8 @@ def test_models_are_exact(run_ranks: RankPool, name: str, mode: str, world: int)
     assert run_ranks(world, _checked, name, mode, None) == [""] * world
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("hunyuan_video", "ring"), ("sd3", "ulysses"), ("qwen_image", "ring")],
-)
-@pytest.mark.default(1)
-def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str, mode: str) -> None:
-    assert run_ranks(3, _checked, name, mode, 2) == [""] * 3
+def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool) -> None:
+    assert run_ranks(3, _checked, "hunyuan_video", "ring", 2) == [""] * 3
 
 
 def _divided(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, set[int]]:
@@ -126,7 +118,7 @@ def _attention(rank: int, world: int, cases: list[Problem]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
-    [(3, 1, 3, "allgather"), (4, 2, 2, "alltoall"), (6, 2, 3, "allgather"), (4, 2, 2, "grid 1x2")],
+    [(3, 1, 3, "allgather"), (6, 2, 3, "allgather"), (4, 2, 2, "grid 1x2")],
 )
 @pytest.mark.default(1)
 def test_attention_with_masks_and_grouped_heads_is_exact(
@@ -139,33 +131,10 @@ def test_attention_with_masks_and_grouped_heads_is_exact(
     assert not wrong, "\n".join(wrong[:5])
 
 
-def _compiled(rank: int, world: int, mode: str) -> float:
-    """Largest error of compiled blocks with two lengths, one after the other, against eager blocks of one process."""
-    reference = wan().build()
-    model = copy.deepcopy(reference)
-    apply_context_parallel(model, MODES[mode](world), shares=SHARES[world])
-    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    largest = 0.0
-    for frames in (3, 2, 3):
-        arguments = wan(frames).arguments()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            (expected, gradients), (out, found) = outcome(reference, arguments), outcome(model, arguments)
-        largest = max(largest, float((out - expected).abs().max()), worst(averaged(found, world), gradients))
-    return largest
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mode", "world"), [("ring", 3), ("unified", 4)])
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_of_several_lengths_are_exact(run_ranks: RankPool, mode: str, world: int) -> None:
-    assert max(run_ranks(world, _compiled, mode, timeout_s=300)) < 1e-5  # with the model's float32 casts
-
-
-def _sampled(rank: int, world: int, family: str, mode: str, cfg: int) -> float:
+def _sampled(rank: int, world: int, mode: str, cfg: int) -> float:
     """Largest error of a pipeline's latents, or pictures decoded by all ranks."""
     torch.manual_seed(0)
-    tiny = PIPES[family]
+    tiny = PIPES["wan"]
     pipe: Any = tiny.make()
     pipe.set_progress_bar_config(disable=True)
 
@@ -181,17 +150,10 @@ def _sampled(rank: int, world: int, family: str, mode: str, cfg: int) -> float:
     return float((latents(7 + rank) - alone).abs().max() / alone.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("family", "mode", "world", "cfg"),
-    [
-        ("wan", "ulysses", 3, 1),
-        ("wan", "ring", 4, 2),
-        ("sd3", "unified", 4, 1),
-    ],
-)
+@pytest.mark.parametrize(("mode", "world", "cfg"), [("ulysses", 3, 1), ("ring", 4, 2)])
 @pytest.mark.default(1)
-def test_pipelines_give_one_process_latents(run_ranks: RankPool, family: str, mode: str, world: int, cfg: int) -> None:
-    error = max(run_ranks(world, _sampled, family, mode, cfg))
+def test_pipelines_give_one_process_latents(run_ranks: RankPool, mode: str, world: int, cfg: int) -> None:
+    error = max(run_ranks(world, _sampled, mode, cfg))
     assert error < 1e-4
     features.compared("unequal devices (`shares=`)", error)
 

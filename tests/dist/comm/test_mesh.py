@@ -70,41 +70,6 @@ def test_a_mesh_in_another_order_than_its_process_groups_is_refused(run_ranks: R
         assert "but are [[2, 1, 0]]" in message
 
 
-def _built(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, int, list[int], list[int], list[int]]:
-    groups = groups_for(ContextParallelConfig(ring, ulysses))
-    assert groups_for(ContextParallelConfig(ring, ulysses, rotate_method="alltoall")) is groups
-    members = [
-        [rank] if group is None else dist.get_process_group_ranks(group)
-        for group in (groups.ring, groups.ulysses, groups.context)
-    ]
-    return groups.data_rank, groups.context_rank, *members
-
-
-@pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "expected"),
-    [
-        (3, 3, 1, [(0, i, [0, 1, 2], [i], [0, 1, 2]) for i in range(3)]),
-        (3, 1, 3, [(0, i, [i], [0, 1, 2], [0, 1, 2]) for i in range(3)]),
-        (4, 1, 2, [(i // 2, i % 2, [i], [i // 2 * 2, i // 2 * 2 + 1], [i // 2 * 2, i // 2 * 2 + 1]) for i in range(4)]),
-        (
-            6,
-            3,
-            1,
-            [
-                (i // 3, i % 3, [*range(i // 3 * 3, i // 3 * 3 + 3)], [i], [*range(i // 3 * 3, i // 3 * 3 + 3)])
-                for i in range(6)
-            ],
-        ),
-        (6, 3, 2, [(0, i, [i % 2, i % 2 + 2, i % 2 + 4], [i // 2 * 2, i // 2 * 2 + 1], [*range(6)]) for i in range(6)]),
-        (3, 1, 1, [(i, 0, [i], [i], [i]) for i in range(3)]),
-    ],
-)
-def test_without_a_mesh_one_is_built_over_the_world(
-    run_ranks: RankPool, world: int, ring: int, ulysses: int, expected: list[tuple[object, ...]]
-) -> None:
-    assert run_ranks(world, _built, ring, ulysses) == expected
-
-
 def _two_worlds(rank: int, world: int) -> list[tuple[int, int]]:
     """Context size and a sum over the context group, in a world of three and then one of two."""
     facts = []

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -130,8 +129,3 @@ def _watched_training(rank: int, world: int, beats: int) -> list[str]:
 
 def test_a_watch_does_no_harm_to_what_it_watches(run_ranks: RankPool) -> None:
     assert run_ranks(2, _watched_training, 300) == [[], []]
-
-
-@pytest.mark.full
-def test_a_watch_does_no_harm_to_longer_work(run_ranks: RankPool) -> None:
-    assert run_ranks(3, _watched_training, 4000) == [[], [], []]

@@ -38,7 +38,7 @@ def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rot
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", ["ring", "shares and data", "sharded", "sharded, replicated"])
+@pytest.mark.parametrize("case", ["shares and data", "sharded, replicated"])
 def test_ddp_and_fsdp2(run_ranks: RankPool, case: str) -> None:
     flavour, kind, world, settings, options = CASES[case]
     found = run_ranks(world, fit, flavour, kind, settings, options, init=False, strict=_STRICT)
@@ -61,8 +61,6 @@ def _sample(rank: int, world: int, name: str, degrees: Any, settings: Any, input
 _PIPELINES: dict[str, tuple[str, int, Any, Any, Any]] = {
     "patches": ("flux", 3, {}, {"pipe": 3, "patches": 3}, {}),
     "ring": ("flux", 6, {"ring_degree": 2}, {"pipe": 3, "patches": 3}, {}),
-    "cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}),
-    "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}, {}),
 }
 
 

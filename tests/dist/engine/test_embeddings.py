@@ -110,8 +110,6 @@ def _compared(
         ("cp", 3, 3, 1, True, "model"),
         ("cp", 2, 1, 2, False, "REENTRANT"),
         ("cp", 4, 2, 2, False, "NO_REENTRANT"),
-        ("cp", 4, 2, 1, True, ""),
-        ("cp_fsdp", 3, 3, 1, False, "model"),
         ("cp_fsdp", 3, 1, 3, True, "NO_REENTRANT"),
         ("cp_fsdp", 4, 2, 1, False, ""),
     ],
@@ -260,33 +258,12 @@ def test_dropout_of_an_adapter_keeps_random_states_equal(run_ranks: RankPool) ->
     assert first == second
 
 
-def _sampled(rank: int, world: int) -> tuple[bool, bool]:
-    model: Any = wan().build().double()
-    sample = _sample(1)
-    expected = model(**sample, return_dict=False)[0]
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
-    with torch.inference_mode():
-        inferred = model(**sample, return_dict=False)[0]
-    with torch.no_grad():
-        embedded = []
-        handle = model.blocks[0].register_forward_pre_hook(lambda _module, args: embedded.append(type(args[0])))
-        found = model(**sample, return_dict=False)[0]
-        handle.remove()
-        alone = model.patch_embedding(sample["hidden_states"])  # outside of a forward: whole
-    assert type(alone) is Tensor
-    assert alone.shape[2:] == (3, 3, 5)
-    close = torch.allclose(found, expected) and torch.allclose(inferred, expected)
-    return close, embedded == [Tensor]
+def _no_early_gather(rank: int, world: int, names: list[str]) -> dict[str, int]:
+    """Number of `LocalTokens` that were made, by model."""
+    return {name: _made(TINY[name], world) for name in names}
 
 
-@pytest.mark.full
-def test_sampling_embeds_in_shards(run_ranks: RankPool) -> None:
-    assert run_ranks(2, _sampled) == [(True, True)] * 2
-
-
-def _no_early_gather(rank: int, world: int, name: str) -> int:
-    """Number of `LocalTokens` that were made."""
-    tiny = TINY[name]
+def _made(tiny: Tiny, world: int) -> int:
     model: Any = tiny.build().eval()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     made = []
@@ -311,10 +288,11 @@ def _embeds(tiny: Tiny) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", {tiny.kind: name for name, tiny in TINY.items() if _embeds(tiny)}.values())
-def test_no_class_gathers_what_its_plan_embeds_in_shards(name: str, run_ranks: RankPool) -> None:
-    for made in run_ranks(2, _no_early_gather, name):
-        assert made
+def test_no_class_gathers_what_its_plan_embeds_in_shards(run_ranks: RankPool) -> None:
+    names = list({tiny.kind: name for name, tiny in TINY.items() if _embeds(tiny)}.values())
+    for made in run_ranks(2, _no_early_gather, names):
+        assert len(made) > 5
+        assert all(made.values()), made
 
 
 def _local(tokens: Tensor) -> Any:

@@ -131,11 +131,10 @@ def _distance(some: list[Tensor], others: list[Tensor]) -> Tensor:
     return torch.stack([(a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-6) for a, b in pairs])
 
 
-def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
-    tiny = TINY[name]
-    model = tiny.build().float()
+def _autocast(rank: int, world: int) -> tuple[float, float]:
+    model = flux().build().float()
     arguments = {
-        k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in tiny.arguments().items()
+        k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in flux().arguments().items()
     }
     with mock.patch.object(torch, "autocast", mock.MagicMock()):
         exact = _under_autocast(model, arguments)
@@ -147,10 +146,8 @@ def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
     return float(_distance(ours, exact).square().mean().sqrt()), float(_distance(single, exact).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("name", ["flux", "wan"])
-@pytest.mark.default(1)
-def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, name: str) -> None:
-    for ours, single in run_ranks(3, _autocast, name):
+def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool) -> None:
+    for ours, single in run_ranks(3, _autocast):
         assert 1e-4 < single < 0.3
         assert ours <= 1.5 * single
 
@@ -173,11 +170,7 @@ def _checkpointed(rank: int, world: int, ring: int, rotate: str, how: str) -> tu
     return attentions.call_count, sent, worst(averaged(found, world), expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "ring", "rotate"),
-    [(3, 3, "allgather"), (2, 1, "allgather"), (4, 2, "allgather"), (4, 4, "grid")],
-    ids=["ring", "ulysses", "unified", "grid"],
-)
+@pytest.mark.parametrize(("world", "ring", "rotate"), [(3, 3, "allgather"), (4, 4, "grid")])
 @pytest.mark.default(1)
 def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world: int, ring: int, rotate: str) -> None:
     ways = ("none", "whole", "selective")
@@ -258,23 +251,17 @@ from lightning_cp import ContextParallelConfig, apply_context_parallel
 from tests.models.wan import wan
 from tests.dist.engine.test_engine_features import kernels_used
 model = wan().build()
-try:
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=1))
-    print(kernels_used(lambda: model(**wan().arguments())))
-except ValueError as error:
-    print(error)
+apply_context_parallel(model, ContextParallelConfig(ring_degree=1))
+print(kernels_used(lambda: model(**wan().arguments())))
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("backend", "said"), [("_native_math", "{'math'}"), ("xformers", "attention backend 'xformers' does not return")]
-)
-def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: str) -> None:
-    environment = {**os.environ, "DIFFUSERS_ATTN_BACKEND": backend}
+def test_the_backend_of_the_environment_selects_our_kernel() -> None:
+    environment = {**os.environ, "DIFFUSERS_ATTN_BACKEND": "_native_math"}
     ran = subprocess.run([sys.executable, "-c", _ENVIRONMENT], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert said in ran.stdout
+    assert "{'math'}" in ran.stdout
 
 
 def _neighbours(rank: int, world: int) -> list[float]:
@@ -342,7 +329,7 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
     return sizes.call_count, packets.call_count, swaps.call_count
 
 
-@pytest.mark.parametrize("name", ["flux_short_text", "wan", "hunyuan_video", "qwen_image", "cogvideox", "dit"])
+@pytest.mark.parametrize("name", ["flux_short_text", "cogvideox"])
 @pytest.mark.default(1)
 def test_no_layer_exchanges_sizes(run_ranks: RankPool, name: str) -> None:
     for sizes, packets, _ in run_ranks(3, _exchanges, name, 3, 1):

@@ -50,7 +50,6 @@ def _check(rank: int, world: int, mode: str, shape: tuple[int, int]) -> tuple[st
         (3, "ring", (1, 5)),
         (4, "unified", (2, 2)),
         (3, "rotation", (1, 5)),
-        (3, "ulysses", (2, 2)),
         (3, "replay", (1, 5)),
     ],
 )

@@ -11,9 +11,8 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lightning_cp.data import GroupBatches
 from lightning_cp.errors import DataError
 from tests.dist.lightning_ranks import QUIET, STRATEGIES, fabric_of, present_rank, trainer_of
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -79,8 +78,6 @@ def _loader(kind: str, seed: int = 0) -> DataLoader[Any]:
     data = Numbered()
     if kind == "buckets":
         return DataLoader(data, batch_sampler=Buckets(seed))  # type: ignore[arg-type]
-    if kind == "weighted":
-        return DataLoader(data, sampler=WeightedRandomSampler([1.0] * COUNT, 10), batch_size=2)
     if kind == "generator":  # its sampler draws from it once more if it is asked for more than there is
         return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(11 + seed))
     return DataLoader(data, batch_size=2, shuffle=kind == "shuffled", drop_last=True)
@@ -123,12 +120,8 @@ def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) ->
     ("flavour", "kind", "world", "sharded"),
     [
         ("trainer", "shuffled", 3, True),
-        ("trainer", "in order", 2, False),
         ("trainer", "buckets", 2, True),
-        ("trainer", "weighted", 2, False),
-        ("trainer", "generator", 2, False),
         ("fabric", "shuffled", 2, True),
-        ("fabric", "buckets", 2, False),
         ("fabric", "generator", 3, False),
     ],
 )
@@ -137,7 +130,7 @@ def test_one_data_group_sees_the_batches_of_one_process(
     run_ranks: RankPool, flavour: str, kind: str, world: int, sharded: bool
 ) -> None:
     for expected, seen in run_ranks(world, _one_group, flavour, kind, sharded, init=False):
-        assert len(expected) == (10 if kind == "weighted" else 12)
+        assert len(expected) == 12
         assert seen == expected
 
 
@@ -171,8 +164,6 @@ def _same_batches(rank: int, world: int, how: str) -> list[list[int]]:
     if how == "validated":
         trainer.validate(module, loader, verbose=False)
         return module.seen
-    if how == "divided":
-        loader = DataLoader(Numbered(), batch_sampler=GroupBatches(Buckets(0), rank // 2, 2))  # type: ignore[arg-type]
     if how == "refused":
         with pytest.raises(DataError, match="all 2 data groups read the same batches: they begin with 0"):
             trainer.fit(module, loader)
@@ -182,14 +173,14 @@ def _same_batches(rank: int, world: int, how: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("how", "different"),
-    [("refused", False), ("marked", False), ("validated", False), ("divided", True), ("by random numbers", True)],
+    [("refused", False), ("marked", False), ("validated", False), ("by random numbers", True)],
 )
 @pytest.mark.default(1)
 def test_groups_that_train_on_the_same_batches_are_refused(run_ranks: RankPool, how: str, different: bool) -> None:
     zero, one, two, three = run_ranks(4, _same_batches, how, init=False)
     assert (zero, two) == (one, three)
     assert (zero != two) == different
-    assert len(zero) == (0 if how == "refused" else 3 if how == "divided" else 6)
+    assert len(zero) == (0 if how == "refused" else 6)
 
 
 def _same_in_fabric(rank: int, world: int) -> None:

@@ -137,8 +137,8 @@ def test_the_trainer_takes_every_batch_of_every_epoch(
         assert set(counts.values()) <= {4, 5}
 
 
-def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bool, endless: bool) -> list[list[int]]:
-    module = Trains(endless=endless)
+def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bool) -> list[list[int]]:
+    module = Trains()
     settings: dict[str, Any] = {"max_steps": at} if save else {"max_steps": 25}
     trainer = trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=ring, **BY_PLAN), max_epochs=-1, **settings)
     trainer.fit(module, ckpt_path=None if save else folder / "saved.ckpt")
@@ -147,21 +147,13 @@ def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bo
     return module.seen
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "at", "endless"),
-    [
-        ((4, 2), (3, 1), 7, False),
-        ((3, 3), (4, 1), 14, False),
-        ((3, 1), (4, 2), 7, True),
-    ],
-)
 @pytest.mark.full
 def test_a_trainer_that_resumes_in_an_epoch_at_another_degree_sees_the_same_samples(
-    run_ranks: RankPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], at: int, endless: bool
+    run_ranks: RankPool, tmp_path: Path
 ) -> None:
-    seen = []
-    for (world, ring), saves in ((before, True), (after, False)):
-        ranks = run_ranks(world, _fit_twice, ring, at, tmp_path, saves, endless, init=False)
+    seen, at = [], 7
+    for world, ring, saves in ((4, 2, True), (3, 1, False)):
+        ranks = run_ranks(world, _fit_twice, ring, at, tmp_path, saves, init=False)
         seen += _joined(ranks, ring)
     sampler = _sampler()
     sampler.seek(at)

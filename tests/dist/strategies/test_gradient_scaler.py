@@ -70,9 +70,7 @@ _NORM, _VALUE = {"max_norm": 0.01}, {"clip_val": 1e-3}
     ("kind", "world", "settings", "clip"),
     [
         ("cp", 3, {}, _NORM),
-        ("cp", 2, {}, {}),
         ("cp_fsdp", 2, {}, _VALUE),
-        ("cp_fsdp", 3, {"ring": 1}, _NORM),
         ("cp_fsdp", 4, {"ring": 2, "replicate": 2}, {}),
     ],
 )

@@ -76,7 +76,6 @@ def _trained(rank: int, world: int, flavour: str, kind: str, degrees: dict[str, 
         (3, "fabric", "cp_fsdp", {"ring": 3}),
         (3, "fabric", "cp", {"ulysses": 3}),
         (3, "fabric", "cp", {}),
-        (3, "trainer", "cp", {"ring": 3}),
         (2, "trainer", "cp_fsdp", {"ulysses": 2}),
     ],
 )
@@ -125,8 +124,6 @@ def _values(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[f
     [
         ("cp", 3, {"ring": 3}),
         ("cp_fsdp", 3, {}),
-        ("cp", 3, {}),
-        ("cp_fsdp", 3, {"ring": 3}),
         ("cp_fsdp", 2, {"ulysses": 2}),
     ],
 )

@@ -106,16 +106,11 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
     assert torch.equal(flat(model), values)
     assert torch.equal(_moments(optimizer), moments)
 
-    with pytest.raises(ValueError, match="Could not find a distributed model"):
-        ours.save(Path(folder) / "other", {"model": Plain()})
     with pytest.raises(KeyError, match="coconut"):
         ours.load(path, {"model": wrapped, "coconut": 11})
     ours.load(path, {"model": wrapped, "coconut": 11}, strict=False)
     biases = {"model": lambda name, _: "bias" in name}
-    if distributed:
-        with pytest.raises(NotImplementedError, match="filtered"):
-            ours.save(Path(folder) / "biases", {"model": wrapped}, filter=biases)
-    else:
+    if not distributed:
         ours.save(Path(folder) / "biases", {"model": wrapped}, filter=biases)
         ours.barrier()
         names = list(torch.load(Path(folder) / "biases")["model"])
@@ -182,11 +177,7 @@ def _stages(rank: int, world: int, folder: str, kind: str, settings: dict[str, A
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [
-        ("cp", {}),
-        ("cp_fsdp", {}),
-        ("cp_fsdp", {"save_distributed_checkpoint": False}),
-    ],
+    [("cp", {}), ("cp_fsdp", {})],
 )
 @pytest.mark.default(1)
 def test_one_trainer_goes_through_all_stages_with_checkpoints_that_have_optimizers_or_not(
@@ -224,7 +215,6 @@ def _made(rank: int, world: int, flavour: str, kind: str, precision: str, empty:
     [
         ("fabric", "cp_fsdp", "bfloat16", True),
         ("trainer", "cp_fsdp", "float32", True),
-        ("trainer", "cp", "bfloat16", False),
         ("fabric", "cp", "float32", True),
     ],
 )
@@ -236,18 +226,6 @@ def test_modules_are_made_in_the_dtype_and_without_storage_where_they_will_be_sh
     made = ("meta" if sharded and empty else "cpu", dtype, False)
     found = run_ranks(2, _made, flavour, kind, precision, empty, init=False)
     assert found == [[made, ("cpu", dtype, sharded), True]] * 2
-
-
-def _failed(rank: int, world: int) -> bool:
-    register = nn.Module.register_parameter
-    ours = fabric_of(rank, world, SHARDED(ring=world))
-    with pytest.raises(ZeroDivisionError), ours.init_module(empty_init=True):
-        1 / 0
-    return nn.Module.register_parameter is register and not nn.Linear(1, 1).weight.is_meta
-
-
-def test_a_failure_while_a_module_is_made_leaves_torch_as_it_was(run_ranks: RankPool) -> None:
-    assert run_ranks(2, _failed, init=False) == [True, True]
 
 
 # Compiling

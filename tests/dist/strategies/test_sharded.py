@@ -69,36 +69,9 @@ def _held(rank: int, world: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.default(1)
-def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(run_ranks: RankPool, world: int) -> None:
-    for replicated, sharded in run_ranks(world, _held, init=False):
-        print(f"{world} ranks: {replicated} bytes replicated, {sharded} sharded")
-        assert sharded < replicated / world * 1.1
-
-
-def _empty(rank: int, world: int, path: Path) -> tuple[bool, list[str], Tensor]:
-    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
-    reference: Any = wan().build().float()
-    with fabric.init_module(empty_init=True):
-        model: Any = type(reference).from_config(reference.config)
-    nowhere = all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
-    model = fabric.setup(model)
-    unset = [name for name, p in model.named_parameters() if whole(p.detach()).isnan().any()]
-    fabric.load_raw(path, model)
-    with torch.no_grad():
-        return nowhere, unset, model(**ARGUMENTS, return_dict=False)[0]
-
-
-def test_a_model_made_without_storage_is_loaded_in_shards(run_ranks: RankPool, tmp_path: Path) -> None:
-    reference: Any = wan().build().float()
-    torch.save(reference.state_dict(), tmp_path / "weights.pt")
-    with torch.no_grad():
-        expected = reference(**ARGUMENTS, return_dict=False)[0]
-    for nowhere, unset, out in run_ranks(2, _empty, tmp_path / "weights.pt", init=False):
-        assert nowhere
-        assert any("scale_shift_table" in name for name in unset)  # loud if it is forgotten
-        assert (out - expected).abs().max() < 1e-5
+def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(run_ranks: RankPool) -> None:
+    for replicated, sharded in run_ranks(2, _held, init=False):
+        assert sharded < replicated / 2 * 1.1
 
 
 def _adapted() -> nn.Module:

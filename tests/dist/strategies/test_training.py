@@ -102,8 +102,6 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], dict[str, Any]]] = {
     "sharded, shares": ("fabric", "cp_fsdp", 4, {"ring": 2, "ulysses": 2, "shares": [3, 1, 1, 2]}, {"clip": NORM}),
     "bf16-true": ("trainer", "cp", 4, {"ring": 2}, {"precision": "bf16-true"}),
     "checkpointing": ("trainer", "cp", 4, {"ring": 2}, {"feature": "checkpointing"}),
-    "selective": ("trainer", "cp", 4, {"ring": 2}, {"feature": "selective"}),
-    "compiled": ("trainer", "cp", 4, {"ring": 2}, {"feature": "compiled"}),
     "compiled selective": ("trainer", "cp", 4, {"ring": 2}, {"feature": "compiled selective"}),
 }
 

@@ -48,13 +48,11 @@ def same(found: Checkpoint, step: int = 3) -> bool:
     return equal and tree == other and found.step == step and found.facts == {"seed": 7, "sampler": {"batch_size": 4}}
 
 
-@pytest.mark.parametrize("times", [60, 1500])
-@pytest.mark.default(1)
-def test_changed_bytes_of_the_manifest_are_one_error_or_load(tmp_path: Path, times: int) -> None:
-    folder, rng = written(tmp_path / "checkpoints"), random.Random(times)
+def test_changed_bytes_of_the_manifest_are_one_error_or_load(tmp_path: Path) -> None:
+    folder, rng = written(tmp_path / "checkpoints"), random.Random(60)
     path, refused = folder / "manifest.json", 0
     whole = path.read_bytes()
-    for _ in range(times):
+    for _ in range(60):
         content = bytearray(whole)
         for _ in range(rng.choice([1, 1, 3])):
             content[rng.randrange(len(whole))] = rng.randrange(256)
@@ -65,7 +63,7 @@ def test_changed_bytes_of_the_manifest_are_one_error_or_load(tmp_path: Path, tim
         except CheckpointError as caught:
             refused, error = refused + 1, str(caught)
         assert error is None or (str(folder) in error and len(error) < 700)
-    assert refused > times / 2
+    assert refused > 30
 
 
 def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -85,6 +83,13 @@ def add_file(folder: Path) -> None:
     shutil.copy(next(folder.glob("*.safetensors")), folder / "shard-00009-model-00001-of-00001.safetensors")
 
 
+def flip(folder: Path) -> None:
+    content = bytearray((folder / SHARD).read_bytes())
+    content[-1] ^= 1
+    (folder / SHARD).write_bytes(content)
+
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 EDITS: dict[str, Callable[[Path], None]] = {
     "another step": edit(lambda m: m.update(step=-3)),
     "format a bool": edit(lambda m: m.update(format=True)),
@@ -97,6 +102,12 @@ EDITS: dict[str, Callable[[Path], None]] = {
     "a list": put(b"[]"),
     "empty": put(b""),
     "a file more": add_file,
+    "another format": edit(lambda m: m.update(format=99)),
+    "cut manifest": lambda folder: os.truncate(folder / "manifest.json", 40),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "cut file": lambda folder: os.truncate(folder / SHARD, 40),
+    "no file": lambda folder: (folder / SHARD).unlink(),
+    "a bit": flip,
 }  # fmt: skip
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import resource
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,22 +52,6 @@ def test_a_file_that_cannot_grow(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LIMITED, str(tmp_path / "checkpoints")]
     ended = warm.run(command, timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no disk may be mounted here: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.full
-def test_a_full_disk(small_disk: Path) -> None:
-    saves_until_full(small_disk / "checkpoints")
 
 
 def _fills(name: str, folder: Path) -> None:

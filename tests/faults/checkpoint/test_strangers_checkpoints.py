@@ -365,12 +365,10 @@ def test_a_file_that_is_cut_short_or_changed_is_one_error(tmp_path: Path, old_fo
             continue
 
 
-@pytest.mark.parametrize("times", [150, 5000])
-@pytest.mark.default(1)
-def test_a_changed_index_is_one_error_or_loads_exactly(tmp_path: Path, times: int) -> None:
-    folder, rng = written(tmp_path / "saved"), random.Random(times)
+def test_a_changed_index_is_one_error_or_loads_exactly(tmp_path: Path) -> None:
+    folder, rng = written(tmp_path / "saved"), random.Random(150)
     whole, refused = (folder / ".metadata").read_bytes(), 0
-    for _ in range(times):
+    for _ in range(150):
         changed = bytearray(whole)
         for _ in range(rng.choice([1, 1, 1, 4])):
             changed[rng.randrange(len(changed))] = rng.randrange(256)
@@ -383,4 +381,4 @@ def test_a_changed_index_is_one_error_or_loads_exactly(tmp_path: Path, times: in
             refused += 1
             continue
         assert same(found, state())
-    assert times / 3 < refused < times
+    assert 50 < refused < 150

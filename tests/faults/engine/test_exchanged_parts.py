@@ -140,9 +140,6 @@ def _followed(rank: int, world: int, name: str, mode: str, change: str) -> tuple
         ("kandinsky6", "ring", "every processor"),
         ("motif_video", "ulysses", "processor of our class"),
         ("flux", "ring", "appended"),
-        ("ltx2", "ring", "one processor"),
-        ("motif_video", "ring", "first processor"),
-        ("wan", "ulysses", "appended"),
     ],
 )
 @pytest.mark.default(1)

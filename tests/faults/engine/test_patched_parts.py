@@ -93,7 +93,8 @@ def _check(results: list[dict[str, Result]], names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "when", "every"), [("parts", "after", 4), ("held", "after", 3), ("held", "before", 1)]
+    ("table", "when", "every"),
+    [("parts", "after", 4), ("held", "after", 3), ("parts", "after", 1), ("held", "after", 1), ("held", "before", 1)],
 )
 @pytest.mark.default(2)
 def test_changes_anywhere_in_a_block_are_followed_exactly(
@@ -104,25 +105,11 @@ def test_changes_anywhere_in_a_block_are_followed_exactly(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("table", TABLES)
-def test_all_changes_after_the_plan_are_followed_exactly(run_ranks: RankPool, table: str) -> None:
-    names = list(TABLES[table][1])
-    _check(run_ranks(3, _followed, table, "eager", "after", names, timeout_s=240), names)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_changes_of_compiled_models_are_followed_exactly(run_ranks: RankPool, how: str) -> None:
-    names = list(FOLLOWED)[how == "whole" :: 2]
-    _check(run_ranks(2, _followed, "parts", how, "after", names, timeout_s=400), names)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_attention_in_what_modules_of_compiled_blocks_hold_is_followed(run_ranks: RankPool, when: str) -> None:
+@pytest.mark.parametrize(("table", "how"), [("parts", "whole"), ("held", "blocks")])
+def test_changes_of_compiled_models_are_followed_exactly(run_ranks: RankPool, table: str, how: str) -> None:
     """But for the class of a helper: torch.compile itself does not notice that a function of it was replaced."""
-    names = [name for name in HELD if (name, when) != ("function of a helper's class", "after")]
-    _check(run_ranks(2, _followed, "held", "blocks", when, names, timeout_s=240), names)
+    names = [name for name in TABLES[table][1] if name != "function of a helper's class"]
+    _check(run_ranks(2, _followed, table, how, "after", names, timeout_s=400), names)
 
 
 def _refused(rank: int, world: int) -> list[list[str]]:

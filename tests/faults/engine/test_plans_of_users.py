@@ -74,13 +74,13 @@ def _local_among_others(rank: int, world: int, mode: str, video: int, text: int)
 
 @pytest.mark.parametrize(
     ("mode", "video", "text"),
-    [("ring", 15, 7), ("ulysses", 16, 5), ("ring", 15, 5), ("ulysses", 15, 15), ("ring", 16, 6)],
+    [("ring", 15, 7), ("ulysses", 16, 5), ("ulysses", 15, 15)],
 )
 @pytest.mark.default(2)
 def test_local_calls_beside_others_in_one_module_are_exact(
     run_ranks: RankPool, mode: str, video: int, text: int
 ) -> None:
-    """Also where text has as many tokens as each rank's video, some ranks' (of 16: 6, 5 and 5), or all of it."""
+    """Also where text has as many tokens as some ranks' video (of 16: 6, 5 and 5), or all of it."""
     for output, gradient in run_ranks(3, _local_among_others, mode, video, text):
         assert output < 1e-12
         assert gradient < 1e-12

@@ -16,7 +16,6 @@ from lightning_cp.plans import Plan, split
 from tests.dist.compare import averaged, outcome, worst
 from tests.faults.engine.patched_parts import Attending, WithDiffusers, attend
 from tests.harness import RankPool
-from tests.models.flux import flux
 
 _EXACT = 1e-9
 _PLAN = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")})
@@ -147,26 +146,3 @@ def test_attention_outside_of_compiled_blocks_is_followed_or_refused(run_ranks: 
     for error, said in run_ranks(2, _compiled, timeout_s=240):
         assert error < _EXACT
         assert "norm_out makes an attention call outside of the plan's blocks" in said
-
-
-def _flux(rank: int, world: int) -> str:
-    class Norm(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
-            super().__init__()
-            self.norm = norm
-
-        def forward(self, x: Tensor, conditioning: Tensor) -> Tensor:
-            x = self.norm(x, conditioning)
-            return x + torch.nn.functional.scaled_dot_product_attention(x, x, x)
-
-    model, arguments = flux().build(), flux().arguments()
-    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world))
-    model(**arguments)
-    model.norm_out = Norm(model.norm_out)
-    with pytest.raises(InterceptionError) as caught:
-        model(**arguments)
-    return str(caught.value)
-
-
-def test_an_attending_norm_of_a_model_of_diffusers_is_refused(run_ranks: RankPool) -> None:
-    assert all(said.startswith("norm_out makes an attention call") for said in run_ranks(2, _flux))

@@ -16,10 +16,8 @@ from tests.e2e.recipe import SMALL, error_of, run
 @pytest.mark.parametrize(
     ("settings", "share", "rank"),
     [
-        ("strategy=cp ring=2", 12, 1),
         ("strategy=cp ring=3 trainer=lightning", 12, 0),
         ("strategy=cp_fsdp data_parallel=2 num_workers=1", 6, 0),
-        ("trainer=lightning num_workers=1", 12, 0),
     ],
 )
 @pytest.mark.full

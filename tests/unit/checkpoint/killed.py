@@ -1,16 +1,14 @@
 """A process with children that are killed while they write checkpoints. Run by test_killed.py; prints what it saw.
 
-python -m tests.unit.checkpoint.killed FOLDER moments|times
+python -m tests.unit.checkpoint.killed FOLDER
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +57,7 @@ def dies_at(moment: int) -> None:
     folders.shutil.rmtree = shutil.rmtree  # type: ignore[attr-defined]
 
 
-def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> bool:
+def child(work: Callable[[], None]) -> bool:
     """True if a fork of this process ended by itself."""
     pid = os.fork()
     if pid == 0:
@@ -67,9 +65,6 @@ def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> b
             work()
         finally:
             os._exit(0)
-    if killed_after_s is not None:
-        time.sleep(killed_after_s)
-        os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1] == 0
 
 
@@ -104,33 +99,15 @@ def at_every_moment(parent: Path, *, step: int) -> Iterator[int]:
     raise AssertionError("it never got to the end")
 
 
-def at_random_times(parent: Path) -> Iterator[int]:
-    """Run, kill and resume again and again. Yields: the newest step after each kill."""
-    save_checkpoint(parent, Checkpoint(0, states(0), {}))
-    rng = random.Random(0)
-    for _ in range(45):
-
-        def endless(first: int = newest_step(parent) + 1) -> None:
-            for step in range(first, first + 10_000):
-                save_checkpoint(parent, Checkpoint(step, states(step), {}), keep=2)
-
-        child(endless, killed_after_s=rng.uniform(0.02, 0.15))
-        remove_abandoned(parent)
-        yield newest_step(parent)
-
-
 def main() -> None:
     parent = Path(sys.argv[1]) / "run" / "checkpoints"
     torch.set_num_threads(1)
     folders._IDLE_S = -1.0
     os.fsync = lambda _: None  # the machine stays on
-    if sys.argv[2] == "moments":
-        for step in (5, 6):
-            print(*at_every_moment(parent, step=step))
-        folders.exchange_folders = lambda *_: False
-        print(*at_every_moment(parent, step=5))
-    else:
-        print(*at_random_times(parent))
+    for step in (5, 6):
+        print(*at_every_moment(parent, step=step))
+    folders.exchange_folders = lambda *_: False
+    print(*at_every_moment(parent, step=5))
 
 
 if __name__ == "__main__":

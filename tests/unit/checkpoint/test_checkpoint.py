@@ -1,6 +1,4 @@
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,48 +55,6 @@ def test_a_state_that_would_need_pickle_is_refused() -> None:
         flatten_state({(1, 2): 3})
     tensors, tree = flatten_state({"a": [1, (torch.ones(1), "x")], 3: {}})
     assert unflatten_state(tensors, json.loads(json.dumps(tree))) == {"a": [1, (torch.ones(1), "x")], 3: {}}
-
-
-def cut(folder: Path) -> None:
-    os.truncate(folder / SHARD, 40)
-
-
-def cut_manifest(folder: Path) -> None:
-    os.truncate(folder / "manifest.json", 40)
-
-
-def flip(folder: Path) -> None:
-    content = bytearray((folder / SHARD).read_bytes())
-    content[-1] ^= 1
-    (folder / SHARD).write_bytes(content)
-
-
-def lose(folder: Path) -> None:
-    (folder / SHARD).unlink()
-
-
-def lose_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def other_format(folder: Path) -> None:
-    fields = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**fields, "format": 99}))
-
-
-@pytest.mark.parametrize("damage", [cut, cut_manifest, flip, lose, lose_manifest, other_format])
-def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over(
-    damage: Callable[[Path], None], tmp_path: Path
-) -> None:
-    good, bad = save(tmp_path / "run" / "checkpoints", 3), save(tmp_path / "run" / "checkpoints", 6)
-    damage(bad)
-    with pytest.raises(CheckpointError, match=bad.name):
-        load_checkpoint(bad)
-    with pytest.raises(CheckpointError, match=f"resume={bad}"):
-        find_checkpoint(str(bad), tmp_path)
-    assert latest_checkpoint(tmp_path) == good
-    assert find_checkpoint("last", tmp_path) == good
-    assert find_checkpoint(str(tmp_path / "run"), tmp_path) == good
 
 
 def test_a_save_that_fails_leaves_the_older_one_and_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_cp import SparseMask
-from lightning_cp.attention.sparse.handles import handle_of, mask_of_handle, select
+from lightning_cp.attention.sparse.handles import handle_of, mask_of_handle
 from lightning_cp.engine.attention.masks import handle_across
 from lightning_cp.engine.session import Call
 from lightning_cp.errors import InterceptionError, ShapeError
@@ -45,18 +44,6 @@ def test_a_handle_is_made_once_and_keeps_the_mask() -> None:
         mask_of_handle(number)
 
 
-def test_a_sparse_mask_is_freed_without_the_garbage_collector() -> None:
-    mask = SparseMask.from_block_mask(_mask())
-    number = handle_of(mask).clone()
-    gc.disable()
-    try:
-        del mask
-        with pytest.raises(ShapeError, match="was freed"):
-            mask_of_handle(number)
-    finally:
-        gc.enable()
-
-
 def test_a_copy_with_another_function_has_another_mask() -> None:
     mask = _mask()
     handle = handle_of(mask)
@@ -64,13 +51,6 @@ def test_a_copy_with_another_function_has_another_mask() -> None:
     other = copy.copy(mask)
     other.mask_mod = lambda b, h, q, k: (q >= k) & (k > 0)
     assert not torch.equal(_dense(handle_of(other)), _dense(handle))
-
-
-@pytest.mark.parametrize("places", [(3, 4), (0, 2), (5, 4)])
-def test_some_queries_have_their_rows_of_the_mask(places: tuple[int, int]) -> None:
-    handle = handle_of(_mask())
-    rows = _dense(select(handle, places, ()))
-    assert torch.equal(rows, _dense(handle)[places[0] : sum(places)])
 
 
 def _planned(kinds: tuple[Attention, ...], evaluation: Any = None) -> Any:

@@ -130,7 +130,7 @@ PLAN = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("function", CALLERS)
+@pytest.mark.parametrize("function", CALLERS[::4])
 @pytest.mark.default(1)
 def test_a_block_that_calls_it_is_intercepted(function: Callable[[Tensor], object]) -> None:
     model, x = Model(), torch.ones(1, 6, 8)

@@ -111,10 +111,6 @@ class _Scaled:
         return x * self.scale
 
 
-def _nested(value: float) -> Any:
-    return {"a": {"b": {"c": {"d": {"e": [value]}}}}}
-
-
 def _rename(module: Any) -> None:
     del module.other
     module.doubles = True
@@ -122,10 +118,11 @@ def _rename(module: Any) -> None:
 
 # what a feed-forward holds, what it computes from its output, and what is changed after the capture
 HELD: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Tensor], Callable[[Any], object]]] = {
+    "attribute": ({"factor": 1.0}, lambda m, x: x * m.factor, lambda m: setattr(m, "factor", 3.0)),
     "attribute of an empty object": (
-        {"held": _Scaled()},
-        lambda m, x: x * m.held.scale,
-        lambda m: setattr(m.held, "scale", 3.0),
+        {"scaled": _Scaled()},
+        lambda m, x: x * m.scaled.scale,
+        lambda m: setattr(m.scaled, "scale", 3.0),
     ),
     "owner of a method": (
         {"post": _Scaled().apply},
@@ -134,33 +131,42 @@ HELD: dict[str, tuple[dict[str, Any], Callable[[Any, Tensor], Tensor], Callable[
     ),
     "name of an attribute": ({"other": True}, lambda m, x: x * (2 if hasattr(m, "doubles") else 1), _rename),
     "deep in dicts": (
-        {"held": _nested(1.0)},
-        lambda m, x: x * m.held["a"]["b"]["c"]["d"]["e"][0],
-        lambda m: m.held["a"]["b"]["c"]["d"].update(e=[3.0]),
+        {"nested": {"a": {"b": {"c": {"d": {"e": [1.0]}}}}}},
+        lambda m, x: x * m.nested["a"]["b"]["c"]["d"]["e"][0],
+        lambda m: m.nested["a"]["b"]["c"]["d"].update(e=[3.0]),
     ),
     "number in a tensor": (
-        {"held": torch.tensor(1.0)},
-        lambda m, x: x * float(m.held),
-        lambda m: m.held.fill_(3.0),
+        {"number": torch.tensor(1.0)},
+        lambda m, x: x * float(m.number),
+        lambda m: m.number.fill_(3.0),
     ),
 }
 
 
-@pytest.mark.parametrize("name", HELD)
-@pytest.mark.default(1)
-def test_a_value_that_changes_after_the_capture_counts(name: str) -> None:
-    held, compute, change = HELD[name]
+def test_a_value_that_changes_after_the_capture_counts() -> None:
     graphed = Graphed()
     graphed.recorder = OperatorsStandIn()
     layer = graphed.model.blocks[0].ffn
     original = layer.forward
-    layer.forward = lambda x: compute(layer, original(x))
-    for key, value in held.items():
-        setattr(layer, key, value)
+
+    def compute(x: Tensor) -> Tensor:
+        x = original(x)
+        for _, use, _ in HELD.values():
+            x = use(layer, x)
+        return x
+
+    layer.forward = compute
+    for held, *_ in HELD.values():
+        for key, value in held.items():
+            setattr(layer, key, value)
     graphed.check()
     assert graphed.recorder.replays == 2
-    change(layer)
-    graphed.check(calls=1)
+    for name, (*_, change) in HELD.items():
+        before, captures = graphed(make_inputs(1)), graphed.recorder.captures
+        change(layer)
+        graphed.check()
+        assert not torch.equal(graphed(make_inputs(1)), before), name
+        assert graphed.recorder.captures == captures + 1, name
 
 
 @pytest.mark.parametrize("decorator", [lru_cache, lru_cache_unless_export])
@@ -261,15 +267,13 @@ OTHERS: dict[str, Callable[[int], Inputs]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.default(1)
-def test_arguments_of_another_form_are_another_graph(name: str) -> None:
+def test_arguments_of_another_form_are_another_graph() -> None:
     graphed = Graphed()
-    for count in (1, 2):
+    for _ in range(2):
         graphed.check()
-        graphed.check(OTHERS[name])
-        assert graphed.forward.num_graphs == 2, f"in round {count}"
-    assert graphed.recorder.captures == 2
+        for inputs in OTHERS.values():
+            graphed.check(inputs)
+        assert graphed.forward.num_graphs == graphed.recorder.captures == 1 + len(OTHERS)
 
 
 def test_autocast_and_inference_mode_are_other_graphs() -> None:
@@ -280,36 +284,8 @@ def test_autocast_and_inference_mode_are_other_graphs() -> None:
     assert graphed.forward.num_graphs == 2
 
 
-class _Scaled:
-    """Something that a processor reads in each forward."""
-
-    def __init__(self) -> None:
-        self.scales = [1.0]
-        self.modes: dict[str, None] = {"plain": None}
-
-
-def _add_scale(model: Any) -> _Scaled:
-    """Make the output of the first feed-forward depend on Python values of an object that the model holds."""
-    norm, held = model.blocks[0].ffn, _Scaled()
-    norm.held, original = held, norm.forward
-    norm.forward = lambda x: original(x) * held.scales[0] * norm.factor * (2.0 if "double" in held.modes else 1.0)
-    return held
-
-
 # a change of what the model reads, and its reverse
 CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
-    "an attribute": (
-        lambda m: setattr(m.blocks[0].ffn, "factor", 2.0),
-        lambda m: setattr(m.blocks[0].ffn, "factor", 1.0),
-    ),
-    "in a list of an object": (
-        lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 3.0),
-        lambda m: m.blocks[0].ffn.held.scales.__setitem__(0, 1.0),
-    ),
-    "a key": (
-        lambda m: setattr(m.blocks[0].ffn.held, "modes", {"double": None}),
-        lambda m: setattr(m.blocks[0].ffn.held, "modes", {"plain": None}),
-    ),
     "another adapter": (lambda m: m.set_adapter("two"), lambda m: m.set_adapter("one")),
     "no adapter": (lambda m: m.disable_adapters(), lambda m: m.enable_adapters()),
     "its scale": (lambda m: m.set_adapters("one", 0.5), lambda m: m.set_adapters("one", 1.0)),
@@ -318,25 +294,20 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.default(1)
-def test_what_the_model_reads_belongs_to_the_graph(name: str) -> None:
+def test_what_the_model_reads_belongs_to_the_graph() -> None:
     graphed = Graphed(lora=True)
     graphed.model.set_adapter("one")
-    graphed.model.blocks[0].ffn.factor = 1.0
-    _add_scale(graphed.model)
-    change, back = CHANGES[name]
     graphed.check()
-    before, captures = graphed(make_inputs(1)), graphed.recorder.captures
-    change(graphed.model)
-    graphed.check()
-    assert graphed.recorder.captures == captures + 1
-    if name != "training":
-        assert not torch.equal(graphed(make_inputs(1)), before)
-    back(graphed.model)
-    replays = graphed.recorder.replays
-    assert torch.equal(graphed(make_inputs(1)), before)
-    assert (graphed.recorder.captures, graphed.recorder.replays) == (captures + 1, replays + 1), "the first graph"
+    before = graphed(make_inputs(1))
+    for captures, (name, (change, back)) in enumerate(CHANGES.items(), 2):
+        change(graphed.model)
+        graphed.check()
+        assert graphed.recorder.captures == captures, name
+        assert name == "training" or not torch.equal(graphed(make_inputs(1)), before), name
+        back(graphed.model)
+        replays = graphed.recorder.replays
+        assert torch.equal(graphed(make_inputs(1)), before), name
+        assert (graphed.recorder.captures, graphed.recorder.replays) == (captures, replays + 1), "the first graph"
 
 
 def test_a_weight_that_changes_in_place_needs_no_new_graph() -> None:
@@ -348,26 +319,25 @@ def test_a_weight_that_changes_in_place_needs_no_new_graph() -> None:
     assert graphed.recorder.captures == 1
 
 
-@pytest.mark.parametrize("how", ["moved", "exchanged", "an adapter loaded"])
-@pytest.mark.default(1)
-def test_other_weights_drop_the_graphs(how: str) -> None:
+def test_other_weights_drop_the_graphs() -> None:
     graphed = Graphed()
-    graphed.check()
-    assert not graphed.forward.must_drop()
     layer = graphed.model.proj_out
-    if how == "moved":
-        layer.weight.data = layer.weight.data.clone() * 2
-    elif how == "exchanged":
-        layer.weight = nn.Parameter(layer.weight.detach() * 2)
-    else:
-        graphed.model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))
-    assert graphed.forward.must_drop()
     graphed.check()
-    assert graphed.recorder.captures == 1, "a rank does not capture alone"
-    graphed.forward.drop()
-    assert graphed.recorder.freed == 1
-    graphed.check()
-    assert graphed.recorder.captures == 2
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: setattr(layer.weight, "data", layer.weight.data.clone() * 2),
+        lambda: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 2)),
+        lambda: graphed.model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False)),
+    )
+    for count, change in enumerate(changes, 1):
+        assert not graphed.forward.must_drop()
+        change()
+        assert graphed.forward.must_drop()
+        graphed.check()
+        assert graphed.recorder.captures == count, "a rank does not capture alone"
+        graphed.forward.drop()
+        assert graphed.recorder.freed == count
+        graphed.check()
+        assert graphed.recorder.captures == count + 1
 
 
 def _object(graphed: Graphed) -> Inputs:

@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 from weakref import WeakSet
 
@@ -167,11 +168,9 @@ def _graph(model: nn.Module, x: Tensor) -> list[tuple[str, object, str]]:
     return seen
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.default(1)
-def test_a_model_without_a_plan_has_the_same_graph(training: bool) -> None:
+def test_a_model_without_a_plan_has_the_same_graph() -> None:
     torch.manual_seed(0)
-    plain, x = Plain().train(training), _x()
+    plain, x = Plain().eval(), _x()
     expected = _graph(plain, x)
     model = Model()
     apply_context_parallel(model, ContextParallelConfig(), PLAN)
@@ -377,11 +376,13 @@ def test_an_interrupted_recomputation_leaves_other_models_alone(around: Any) -> 
     remove_context_parallel(model)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("fails", ["model", "block", "local", "other"])
-@pytest.mark.default(1)
-def test_an_error_leaves_no_scope(error: type[BaseException], fails: str) -> None:
+def test_an_error_leaves_no_scope() -> None:
     """Also in recomputation: Ctrl-C may leave the scope there, until the next forward."""
+    for error, fails in product((RuntimeError, KeyboardInterrupt), ("model", "block", "local", "other")):
+        _fail(error, fails)
+
+
+def _fail(error: type[BaseException], fails: str) -> None:
 
     def raises(name: str) -> None:
         if name == fails and failing:

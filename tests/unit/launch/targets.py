@@ -106,13 +106,6 @@ def leave_work_for_the_end(config: DictConfig) -> None:
 
 
 @reads_settings
-def leave(config: DictConfig) -> None:
-    if RANK == 1:
-        os._exit(7)
-    time.sleep(FOREVER_S)
-
-
-@reads_settings
 def exit_apart(config: DictConfig) -> None:
     """All ranks leave by `sys.exit(0)`, rank 0 `later_s` after the others."""
     time.sleep(config.later_s if RANK == 0 else 0)

@@ -142,12 +142,11 @@ def test_a_complete_rank_ends_without_c_exit_handlers_and_loses_nothing(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["_exit 7", "signal 9", "return"])
-def test_the_rank_that_ended_first_is_named_however_often_it_is_tried(how: str, tmp_path: Path) -> None:
-    for attempt in range(15):
+def test_the_rank_that_ended_first_is_named_however_often_it_is_tried(tmp_path: Path) -> None:
+    for attempt in range(30):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        test_the_rank_that_ended_first_is_named(how, 2 * (attempt % 2), folder)
+        test_the_rank_that_ended_first_is_named(("_exit 7", "signal 9", "return")[attempt % 3], attempt % 3, folder)
 
 
 def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +165,6 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
     monkeypatch.setattr(Processes, "wait", wait_late)
     failure = failure_of(launch("end_on_one", tmp_path, rank=2, how="_exit 5"))
     assert failure.describe() == "rank 2 ended with exit code 5"
-
-
-def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
-    result = launch("leave", tmp_path, launcher=IMPATIENT)
-    assert failure_of(result).describe() == "rank 1 ended with exit code 7"
-    assert result.exit_code == 7
 
 
 def test_a_stall_is_on_the_terminal_once_with_the_rank_that_is_stopped(
@@ -241,7 +234,7 @@ def test_what_ranks_started_ends_too_even_if_deaf_to_termination(tmp_path: Path)
     assert_gone(tmp_path, 4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.default(1)
 def test_ranks_end_with_their_launcher(number: int, tmp_path: Path) -> None:
     OmegaConf.save(OmegaConf.create({"folder": str(tmp_path)}), tmp_path / "config.yaml")
