@@ -81,8 +81,7 @@ def test_pages_load_nothing_from_another_host(site: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("word", "page"), [("LoRA", "start_lora/")])
-def test_the_search_finds_a_word_in_the_title_where_it_is_explained(word: str, page: str, site: Path) -> None:
+def test_the_search_finds_a_word_in_the_title_where_it_is_explained(site: Path) -> None:
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    titles = [section["title"] for section in sections if section["location"].startswith(page)]
-    assert any(re.search(rf"\b{word}\b", title, re.IGNORECASE) for title in titles), titles
+    titles = [section["title"] for section in sections if section["location"].startswith("start_lora/")]
+    assert any("LoRA" in title for title in titles), titles

@@ -1,4 +1,4 @@
-"""What autograd finds out about attention over several ranks: second derivatives, changes in place, memory."""
+"""What autograd finds out about attention over several ranks: changes in place, and memory."""
 
 from __future__ import annotations
 
@@ -34,38 +34,6 @@ def _attend(config: dict[str, object], *inputs: Tensor) -> Tensor:
     return context_parallel_attention(
         *inputs, parallel_config=ContextParallelConfig(**config), q_lengths=[3, 3], kv_lengths=[3, 3]
     )
-
-
-def _second_derivatives(rank: int, world: int, config: dict[str, object]) -> list[str]:
-    said = []
-
-    def loss(q: Tensor) -> Tensor:
-        return _attend(config, q, *inputs[1:]).sum()  # linear in out: the gradient of out depends on no input
-
-    for index in range(3):
-        inputs = _inputs(rank, requires_grad=True)
-        (first,) = torch.autograd.grad(loss(inputs[0]), inputs[index], create_graph=True)
-        with pytest.raises(NotImplementedError) as caught:
-            (first.square().sum() + inputs[index].sum()).backward()
-        said.append(str(caught.value))
-    inputs = _inputs(rank, requires_grad=False)
-    q, *_ = inputs
-    for call in (
-        lambda: torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(q),
-        lambda: torch.func.jvp(torch.func.grad(loss), (q,), (q,)),
-    ):
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.default(1)
-def test_second_derivatives_of_losses_linear_in_out_are_refused(run_ranks: RankPool, config: dict[str, object]) -> None:
-    for said in run_ranks(2, _second_derivatives, config):
-        assert len(said) == 5
-        assert all("a second derivative of context-parallel attention" in message for message in said)
 
 
 def _changes(rank: int, world: int, config: dict[str, object]) -> list[float]:

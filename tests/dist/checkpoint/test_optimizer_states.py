@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -58,6 +58,8 @@ class _Layers(LightningModule):
             return [AdamW([{"params": [fourth, second]}, {"params": [third], "lr": 0.3}], lr=0.1)]
         if self._kind == "frozen":
             return [AdamW([*self.layers[0].parameters(), fourth, second, third], lr=0.1)]
+        if self._kind == "without state":  # one that never steps, and one that keeps nothing
+            return [AdamW([fifth], lr=0.1), SGD([fourth, second], lr=0.2), AdamW([third], lr=0.3)]
         return [AdamW([fifth, third], lr=0.1), AdamW([fourth, second], lr=0.2)]
 
 
@@ -145,7 +147,8 @@ def _resume(rank: int, world: int, folder: str, cases: list[tuple[str, str, str,
 @pytest.mark.full
 def test_each_parameter_gets_its_state_in_all_formats(run_ranks: RankPool, tmp_path: Path) -> None:
     kinds = [("cp", "file"), ("file", "cp"), ("file", "file"), ("shards", "shards"), ("cp", "cp")]
-    cases = [(x, *pair, y) for x, pair, y in pairwise(_FLAVOURS, kinds, ("groups", "several", "frozen"))]
+    optimizers = ("groups", "several", "frozen", "without state")
+    cases = [(x, *pair, y) for x, pair, y in pairwise(_FLAVOURS, kinds, optimizers)]
     for found in run_ranks(3, _resume, str(tmp_path), cases, init=False):
         assert len(found) == len(cases)
         for case, differences in found:

@@ -48,7 +48,7 @@ class _Reports(TrainsWan):
         return loss
 
 
-def _both(rank: int, world: int, flavour: str, kind: str) -> tuple[tuple[int, int], list[float], list[float]]:
+def _both(rank: int, world: int) -> tuple[tuple[int, int], list[float], list[float]]:
     """The planned degrees, and losses with them and with the same degrees given by hand."""
 
     def losses(strategy: Any) -> list[float]:
@@ -57,17 +57,16 @@ def _both(rank: int, world: int, flavour: str, kind: str) -> tuple[tuple[int, in
         train(rank, world, strategy, module, DataLoader(Clips(4), batch_size=2))
         return module.losses
 
-    settings = {"example": _with_example(wan().build().float())} if flavour == "fabric" else {}
-    auto = STRATEGIES[flavour, kind](degrees="auto", data_parallel=1, **settings)
+    kind = STRATEGIES["trainer", "cp_fsdp"]
+    auto = kind(degrees="auto", data_parallel=1)
     planned = losses(auto)
     degrees = auto.context.ring, auto.context.ulysses
-    return degrees, planned, losses(STRATEGIES[flavour, kind](ring=degrees[0], ulysses=degrees[1]))
+    return degrees, planned, losses(kind(ring=degrees[0], ulysses=degrees[1]))
 
 
-@pytest.mark.parametrize(("flavour", "kind"), [("trainer", "cp_fsdp")])
 @pytest.mark.full
-def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool, flavour: str, kind: str) -> None:
-    results = run_ranks(2, _both, flavour, kind, init=False)
+def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool) -> None:
+    results = run_ranks(2, _both, init=False)
     for degrees, planned, by_hand in results:
         assert degrees == results[0][0]
         assert degrees[0] * degrees[1] == 2

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.callbacks import EMACallback, SamplingCallback
-from tests.dist.lightning_ranks import BY_PLAN, QUIET, STRATEGIES, distance, flat, trainer_of
-from tests.dist.module import Mixed, inputs, same_batches
+from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, distance, flat, trainer_of
+from tests.dist.module import Mixed, same_batches
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,21 +124,6 @@ def test_weights_are_averaged_and_validated_and_training_goes_on_with_its_own(
     assert all(len(found["state"]) == 0 for found in others), "rank 0 alone holds them whole"
 
 
-def _fitted_twice(rank: int, world: int, kind: str) -> tuple[list[Tensor], Tensor]:
-    recorder, average = Weights(), EMACallback(DECAY)
-    trainer, module = _fit(rank, world, kind, recorder, average, steps=2)
-    trainer.fit_loop.epoch_loop.max_steps = 4
-    trainer.fit(module, same_batches(4))
-    with average.averaged(trainer, module):
-        return recorder.after, flat(module)
-
-
-def test_a_second_fit_continues_the_average(run_ranks: RankPool) -> None:
-    for after, average in run_ranks(3, _fitted_twice, "cp_fsdp", init=False):
-        assert len(after) == 4
-        assert distance(average, averages_of(after)[-1]) < 1e-5
-
-
 def _resumed(rank: int, world: int, kind: str, other: str, folder: Path) -> tuple[Tensor, Tensor]:
     straight, half, rest = (EMACallback(DECAY, evaluate=False) for _ in range(3))
     _, expected = _fit(rank, world, kind, straight)
@@ -188,28 +171,3 @@ def test_other_averages_are_used_or_refused(run_ranks: RankPool, tmp_path: Path)
             "has shape none in the checkpoint" in unlike
         )
         assert torch.equal(drawn, averages), "pictures show the averages of the other callback"
-
-
-def _lightnings(trainer: Trainer, path: str | None = None) -> Tensor:
-    """Fit equal samples, from a checkpoint. Returns: the weights, which are the averages after a fit."""
-    module, data = Mixed(), DataLoader([inputs()[0]] * 24, batch_size=2)  # type: ignore[arg-type]
-    trainer.fit(module, data, ckpt_path=path)
-    return flat(module)
-
-
-def _at_another_degree(rank: int, world: int, folder: str) -> Tensor:
-    for ring, steps, path in ((world, 2, None), (1, 4, f"{folder}/two.ckpt")):
-        callbacks: list[Callback] = [EMAWeightAveraging(decay=0.5)]
-        if path is None:
-            callbacks.append(ModelCheckpoint(folder, "two", every_n_train_steps=2))
-        given: dict[str, Any] = {"max_steps": steps, "enable_checkpointing": path is None, "callbacks": callbacks}
-        found = _lightnings(trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=ring, **BY_PLAN), **given), path)
-        dist.barrier()  # the first rank has written the checkpoint
-    return found
-
-
-def test_lightnings_average_continues_at_another_degree(run_ranks: RankPool, tmp_path: Path) -> None:
-    settings = {"accelerator": "cpu", "devices": 1, "max_steps": 4, **QUIET}
-    expected = _lightnings(Trainer(**settings, callbacks=[EMAWeightAveraging(decay=0.5)]))
-    for found in run_ranks(3, _at_another_degree, str(tmp_path), init=False):
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)

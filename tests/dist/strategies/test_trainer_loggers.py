@@ -1,26 +1,16 @@
-"""Loggers, callbacks and progress bars under the Trainer, at ring 2 x data 2: once, with one process's losses."""
+"""Loggers and callbacks under the Trainer, at ring 2 x data 2: once, with one process's losses."""
 
 from __future__ import annotations
 
-import io
-import threading
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    TQDMProgressBar,
-)
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_cp.pytorch import ContextParallelStrategy
 from tests.dist.lightning_ranks import trainer_of
@@ -29,19 +19,11 @@ from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 4  # an epoch at two data ranks; it would be 2 if each rank took samples of its own
-ROUNDED = 6e-4  # of the three digits that a bar shows
-
-
-class _ShowsLoss(TrainsWan):
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        self.log("shown", loss, prog_bar=True, sync_dist=True)
-        return loss
 
 
 def _fit(rank: int, world: int, **settings: Any) -> list[list[int]]:
     """One epoch. Returns: the samples of each step."""
-    module = _ShowsLoss()
+    module = TrainsWan()
     trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_epochs=1, log_every_n_steps=1, **settings)
     trainer.fit(module, DataLoader(Clips(16), batch_size=2))
     return module.seen
@@ -83,24 +65,6 @@ def test_tensorboard_gets_one_event_file(run_ranks: RankPool, tmp_path: Path) ->
     logged = EventAccumulator(str(tmp_path / events)).Reload().Scalars("train_loss")
     assert [scalar.step for scalar in logged] == list(range(STEPS))
     assert [scalar.value for scalar in logged] == pytest.approx(_losses(*seen[::2]), rel=1e-4)
-
-
-def _drawn(rank: int, world: int) -> tuple[list[list[int]], str]:
-    """Samples of each step, and what was written to stdout and stderr."""
-    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which stays when a worker of the pool is killed
-    written = io.StringIO()
-    with redirect_stdout(written), redirect_stderr(written):
-        seen = _fit(rank, world, callbacks=[TQDMProgressBar()], enable_progress_bar=True)
-    return seen, written.getvalue()
-
-
-def test_only_the_first_rank_draws_a_progress_bar(run_ranks: RankPool) -> None:
-    (first, drawn), (_, one), (second, two), (_, three) = run_ranks(4, _drawn, init=False)
-    assert one == two == three == ""
-    shown = [line for line in drawn.splitlines() if "shown=" in line]
-    assert shown, drawn
-    assert f" {STEPS}/{STEPS} " in shown[-1]
-    assert float(shown[-1].split("shown=")[1][:5]) == pytest.approx(_losses(first, second)[-1], abs=ROUNDED)
 
 
 def _callbacks(rank: int, world: int, folder: str) -> dict[str, Any]:

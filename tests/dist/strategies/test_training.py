@@ -153,19 +153,6 @@ def test_evaluation_sees_each_sample_and_predictions_come_once_and_in_order(run_
         assert error < 1e-4
 
 
-def _short(rank: int, world: int) -> list[int]:
-    steps = []
-    for settings in ({"fast_dev_run": True}, {"overfit_batches": 1, "max_epochs": 2}):
-        module, loader = TrainsWan(), DataLoader(Clips(8), batch_size=2)
-        trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=2), **settings).fit(module, loader, loader)
-        steps.append(len(module.seen))
-    return steps
-
-
-def test_short_runs_work_as_ever(run_ranks: RankPool) -> None:
-    assert run_ranks(4, _short, init=False) == [[1, 2]] * 4
-
-
 NAMES = {"cp": (1, 1, 2), "cp_ring": (2, 1, 1), "cp_ulysses": (1, 2, 1)}
 
 

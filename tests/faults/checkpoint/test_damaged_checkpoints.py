@@ -7,10 +7,6 @@ import logging
 import os
 import random
 import shutil
-import subprocess
-import sys
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ import torch
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest, latest_checkpoint
 from lightning_cp.checkpoint.store import Checkpoint, flatten_state, load_checkpoint, save_checkpoint
 from tests.e2e.recipe import run
-from tests.harness import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -173,17 +168,6 @@ def test_what_may_not_be_read_is_passed_over(tmp_path: Path, monkeypatch: pytest
         find_checkpoint(str(locked), tmp_path)
 
 
-_SAVES_FOR_EVER = """
-import itertools, sys
-from pathlib import Path
-from tests.faults.checkpoint.test_damaged_checkpoints import Checkpoint, save_checkpoint, states
-import warnings; warnings.simplefilter("ignore")
-for step in itertools.count(2):
-    save_checkpoint(Path(sys.argv[1]), Checkpoint(step if sys.argv[2] == "new" else 1, states(), {}), keep=1)
-    print(step, flush=True)
-"""
-
-
 def test_a_checkpoint_that_replaces_the_listed_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, list_children = tmp_path / "run" / "checkpoints", latest._children
     save_checkpoint(parent, Checkpoint(1, states(), {}))
@@ -198,27 +182,6 @@ def test_a_checkpoint_that_replaces_the_listed_one_is_found(tmp_path: Path, monk
     newest = latest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name == "step_00000002"
-
-
-@pytest.mark.parametrize("which", ["new", "same"])
-@pytest.mark.default(1)
-def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path, which: str) -> None:
-    warnings.simplefilter("ignore")
-    parent = tmp_path / "run" / "checkpoints"
-    save_checkpoint(parent, Checkpoint(1, states(), {}))
-    command = [sys.executable, "-c", _SAVES_FOR_EVER, str(parent), which]
-    with warm.Popen(command, stdout=subprocess.PIPE) as saving:
-        try:
-            assert saving.stdout is not None
-            saving.stdout.readline()
-            found = [latest_checkpoint(tmp_path) for _ in range(100)]
-            deadline = time.monotonic() + 60
-            while which == "new" and len(set(found)) == 1:  # until the other process had its turn
-                assert time.monotonic() < deadline
-                found.append(latest_checkpoint(tmp_path))
-        finally:
-            saving.kill()
-    assert None not in found
 
 
 def test_the_recipe_names_a_newer_checkpoint_that_it_skips(tmp_path: Path) -> None:

@@ -92,8 +92,7 @@ def _with_fabric(rank: int, world: int, folder: str, sharded: bool) -> list[str]
     return said
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
-@pytest.mark.parametrize("loads", [_with_trainer, _with_fabric])
+@pytest.mark.parametrize(("loads", "sharded"), [(_with_trainer, True), (_with_fabric, False)])
 @pytest.mark.default(1)
 def test_nothing_runs(run_ranks: RankPool, tmp_path: Path, loads: Callable[..., list[str]], sharded: bool) -> None:
     for said in run_ranks(2, loads, str(tmp_path), sharded, init=False):

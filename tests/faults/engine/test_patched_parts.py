@@ -220,17 +220,10 @@ def _by_list(items: list[Any], x: Tensor) -> Tensor:
     return out
 
 
-def default(x: Tensor, function: Any = original_of(F.scaled_dot_product_attention)) -> Tensor:  # noqa: B008
-    """Attention by PyTorch's own function, from before a plan was applied."""
-    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
-    out: Tensor = function(q, q.flip(-1), q).transpose(1, 2).flatten(2)
-    return out
+def _held(rank: int, world: int) -> tuple[float, bool]:
+    """A model that holds the function in attributes, lists and helpers.
 
-
-def _held(rank: int, world: int, compiled: bool) -> tuple[float, bool, list[str]]:
-    """A model that holds the function in attributes, lists and helpers; as a default, the call is refused.
-
-    Returns: the error, whether the function is there again without a plan, and errors of two refused calls.
+    Returns: the error, and whether the function is there again without a plan.
     """
     single, model, arguments = build_held(), build_held(), _arguments()
     for one in (single, model):
@@ -240,32 +233,18 @@ def _held(rank: int, world: int, compiled: bool) -> tuple[float, bool, list[str]
         block.items[0] = partial(_by_list, block.items)
         block.items.append(original_of(F.scaled_dot_product_attention))
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
-    if compiled:
-        model.blocks[0].compile(backend="eager", fullgraph=True)
     error = float((model(**arguments)[0] - single(**arguments)[0]).detach().abs().max())
     remove_context_parallel(model)
     original = original_of(F.scaled_dot_product_attention)  # models of earlier tests may be parallel
-    block, said = model.blocks[0], []
-    is_back = block.function is block.items[1] is block.helper.inner.function is original
-    if compiled:
-        return error, is_back, []
-    model.blocks[0].helper = default
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
-    for _ in range(2):  # it stays refused
-        with pytest.raises(InterceptionError) as caught:
-            model(**arguments)
-        said.append(str(caught.value))
-    return error, is_back, said
+    block = model.blocks[0]
+    return error, block.function is block.items[1] is block.helper.inner.function is original
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.default(1)
-def test_a_function_held_from_before_is_followed_or_refused(run_ranks: RankPool, compiled: bool) -> None:
-    for error, is_back, said in run_ranks(3, _held, compiled):
+def test_a_function_held_from_before_is_followed(run_ranks: RankPool) -> None:
+    """In defaults and closures, it is refused: test_captured_functions.py."""
+    for error, is_back in run_ranks(3, _held):
         assert error < _EXACT
         assert is_back
-        assert len(said) == (0 if compiled else 2)
-        assert all(re.search("default in .* makes an attention call that could not be", message) for message in said)
 
 
 def _allowed(rank: int, world: int) -> float:

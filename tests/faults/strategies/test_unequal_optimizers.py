@@ -53,14 +53,7 @@ def _set_up(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[s
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "degrees"),
-    [
-        ("cp", {"ring": 3}),
-        ("cp", {}),  # data groups
-        ("cp_fsdp", {"ulysses": 3}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "degrees"), [("cp", {"ring": 3}), ("cp_fsdp", {})])
 @pytest.mark.default(1)
 def test_unequal_optimizers_are_an_error_at_set_up(run_ranks: RankPool, kind: str, degrees: dict[str, int]) -> None:
     for messages in run_ranks(3, _set_up, kind, degrees, init=False):

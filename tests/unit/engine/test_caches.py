@@ -29,15 +29,10 @@ def _caches(model: Any) -> StepCaches:
     return installed.caches
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.default(1)
-def test_a_cache_without_enable_cache_is_followed(*, before: bool) -> None:
+def test_a_cache_without_enable_cache_is_followed() -> None:
     model, arguments = TINY["wan"].build(), TINY["wan"].arguments()
-    if before:
-        apply_first_block_cache(model, CONFIG)
+    apply_first_block_cache(model, CONFIG)
     apply_context_parallel(model, ContextParallelConfig())
-    if not before:
-        apply_first_block_cache(model, CONFIG)
     assert any(loop(model, arguments, Clock()).skips)
     assert [kind.name for kind in _caches(model).kinds] == ["FirstBlockCache"]
     remove_context_parallel(model)
