@@ -183,19 +183,22 @@ def test_groups_that_train_on_the_same_batches_are_refused(run_ranks: RankPool, 
     assert len(zero) == (0 if how == "refused" else 6)
 
 
-def _same_in_fabric(rank: int, world: int) -> None:
+def _same_in_fabric(rank: int, world: int) -> tuple[int, str, int]:
+    """Batches without gradients, the error with them, and batches of a sampler for all ranks."""
     ours = fabric_of(rank, world, STRATEGIES["fabric", "cp"](ring=1, **BY_PLAN))
     loader = ours.setup_dataloaders(_loader("in order"), use_distributed_sampler=False)
     with torch.no_grad():
-        assert len(list(loader)) == 6
-    with pytest.raises(DataError, match="all 3 data groups read the same batches"):
+        evaluated = len(list(loader))
+    with pytest.raises(DataError) as caught:
         next(iter(loader))
     for_all: Any = DataLoader(Numbered(), sampler=DistributedSampler(Numbered()))  # 3 replicas
-    assert len(list(ours.setup_dataloaders(for_all))) == 4
+    return evaluated, str(caught.value), len(list(ours.setup_dataloaders(for_all)))
 
 
 def test_fabric_refuses_them_too(run_ranks: RankPool) -> None:
-    run_ranks(3, _same_in_fabric, init=False)
+    for evaluated, said, divided in run_ranks(3, _same_in_fabric, init=False):
+        assert (evaluated, divided) == (6, 4)
+        assert "all 3 data groups read the same batches" in said
 
 
 class _Fails(RandomSampler):
