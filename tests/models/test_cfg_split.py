@@ -30,7 +30,7 @@ _WITHOUT_BATCH = [name for name, tiny in TINY.items() if tiny.kind == "Cosmos3Om
 # A batch of one sample, and pictures of different sizes that the class pads together. (Pipelines split no ControlNet.)
 _NOT_SPLIT = ("framepack_one_sample", "control_z_image", "control_z_image_unrefined", *_WITHOUT_BATCH)
 _SPLIT = [
-    name for name in (*_DEFAULT, *list(FIRST.values())[::4]) if not TINY[name].training and name not in _NOT_SPLIT
+    name for name in (*_DEFAULT, *list(FIRST.values())[::8]) if not TINY[name].training and name not in _NOT_SPLIT
 ]
 
 

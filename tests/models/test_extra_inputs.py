@@ -170,7 +170,7 @@ def _check_in_order(rank: int, world: int, name: str) -> str:
 
 
 _QUICK = ("flux", "sd3", "wan", "cogvideox", "qwen_image")
-_IN_ORDER = list(dict.fromkeys((*_QUICK, *list(FIRST.values())[::9])))
+_IN_ORDER = list(dict.fromkeys((*_QUICK, *list(FIRST.values())[::18])))
 
 
 @pytest.mark.parametrize("name", _IN_ORDER)

@@ -135,8 +135,8 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
     [
         ("flux2", ("ring", 3)),
         *in_turn(
-            list(_STEPS) * 2,
-            (("ulysses", 3), ("rotation", 3), ("unified", 4), ("ring", 2), ("ring", 3), ("ulysses", 2)),
+            _STEPS,
+            (("ulysses", 3), ("rotation", 3), ("unified", 4), ("ring", 3)),
         ),
     ],
 )

@@ -18,7 +18,7 @@ from tests.models import FIRST, TINY
 
 _DEFAULT = ("flux", "hunyuan_video", "z_image", "qwen_image")
 _ONE_SAMPLE = {"framepack_one_sample"}
-_TRIED = (*_DEFAULT, *_ONE_SAMPLE, *list(FIRST.values())[2::4])  # other classes than in test_cfg_split.py
+_TRIED = (*_DEFAULT, *_ONE_SAMPLE, *list(FIRST.values())[2::4])
 _SETTINGS = {name: REGISTERED[tiny.kind].patches for name, tiny in TINY.items() if not tiny.training}
 _DIVIDED = [name for name in dict.fromkeys(_TRIED) if (x := _SETTINGS.get(name)) and x.stages and x.samples]
 

@@ -37,7 +37,7 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
-# every class in the modes of 3 ranks, and its other inputs in one of them each; half of the classes at more ranks
+# every class in the modes of 3 ranks, and its other inputs in one of them each; a third of the classes at more ranks
 _OTHERS = in_turn([name for name in TINY if name not in FIRST.values()], _AT_3[:3])
 _TRIALS: list[tuple[str, tuple[tuple[str, str], ...], int]] = [
     (name, ((name, mode),), world) for name, mode, world in _DEFAULT
@@ -53,7 +53,7 @@ _TRIALS += [
     )
     for kind, name in FIRST.items()
 ]
-_TRIALS += [(name, ((name, mode),), world) for name, (mode, world) in in_turn(list(FIRST.values())[::2], _LARGE)]
+_TRIALS += [(name, ((name, mode),), world) for name, (mode, world) in in_turn(list(FIRST.values())[::3], _LARGE)]
 
 
 _measured: list[Measured] = []

@@ -201,7 +201,7 @@ _MODES = [("flux", "ring", 3), ("flux", "ulysses", 3), ("flux", "unified", 4), (
 _MODES += [("sana", "ring", 3), ("cogview4_training", "ulysses", 3), ("ltx2_self_attention_mask", "ulysses", 3)]
 _MODES += [("ace_step", "ulysses", 3)]  # a rank with one query of a patch, and a mask with a row for each query
 _MODES += [("sd3", "ulysses", 2), ("qwen_image", "ring", 3), ("hunyuan_video_short_text", "ulysses", 3)]
-_ALL = [(name, mode, 3) for name, mode in in_turn(_OF_CLASSES[::4], ("ring", "ulysses"))]
+_ALL = [(name, mode, 3) for name, mode in in_turn(_OF_CLASSES[::8], ("ring", "ulysses"))]
 
 
 @pytest.mark.parametrize(("name", "mode", "world"), list(dict.fromkeys(_MODES + _ALL)))
