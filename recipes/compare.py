@@ -38,10 +38,7 @@ def compare_with_diffusers(_: object) -> Iterator[tuple[str, str, str]]:
         ("Ulysses, gradients", {"lengths": even, "ulysses": RANKS}),
         ("Ulysses with padded keys, gradients", {"lengths": even, "ulysses": RANKS, "masked": True}),
         ("Ulysses, uneven lengths, gradients", {"lengths": uneven, **uneven_ulysses}),
-        (
-            "Ulysses, 5 heads, gradients",
-            {"lengths": even, "heads": 5, **uneven_ulysses},
-        ),
+        ("Ulysses, 5 heads, gradients", {"lengths": even, "heads": 5, **uneven_ulysses}),
         ("ring, causal, gradients", {"lengths": even, "ring": RANKS, "causal": True}),
         ("ring, 2 key heads for 6, gradients", {"lengths": even, "ring": RANKS, "kv_heads": 2}),
     ]

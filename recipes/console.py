@@ -12,6 +12,7 @@ from lightning_cp.compat.versions import missing_package
 COMMANDS = {
     "train": "train a small transformer on digits, or fine-tune a pretrained one",
     "sample": "sample from a checkpoint of train, or with a diffusers pipeline",
+    "convert": "convert .tar and .parquet archives to a folder of media",
     "precompute": "encode pictures, clips and captions once, into a latent cache",
     "plan": "plan the degrees: which layouts fit, how long a step takes, and what bounds it",
     "check": "check a plan: run a model alone and in every mode",

@@ -19,6 +19,8 @@ from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text,
 Sizes = tuple[tuple[int, int], ...]
 """Pairs (height, width) to choose a crop from."""
 Use = Literal["train", "prior", "validation"]
+TABLE_SUFFIXES = (".csv", ".jsonl")
+ARCHIVES = (".tar", ".parquet")
 CAPTION = "{}"  # place of the caption in a template
 REPEATS = 10_000
 """Most repeats of one row: an epoch has an index of all its items in memory."""
@@ -104,6 +106,17 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
+class _MediaPath(Text):
+    @override
+    def passes(self, value: Any) -> bool:
+        return super().passes(value) and not value.lower().endswith(ARCHIVES)
+
+    @override
+    def describe(self) -> str:
+        return "a folder of media, or a .csv or .jsonl table; convert .tar and .parquet files with lightning-cp convert"
+
+
+@dataclass(frozen=True)
 class _Name(Rule):
     @override
     def passes(self, value: Any) -> bool:
@@ -131,9 +144,9 @@ class DataFolder:
     """A folder or table of media, with its own settings.
 
     Args:
-        path: see `find_sources`. Also a `.tar` file of webdataset, a `.parquet` file, or a pattern that names several.
+        path: see `find_sources`.
         name: first part of its samples' names in the cache. None: no name for the first folder of a data set, and the
-            name of the folder or file for the others. A folder with another name is encoded again.
+            name of the folder or table for the others. A folder with another name is encoded again.
         repeats: number of times that an epoch shows each sample, in addition to the repeats in a table.
         sizes: pairs (height, width) to crop to; None: those of the whole data set.
         weight: weight of its samples in the loss.
@@ -146,7 +159,7 @@ class DataFolder:
     Raises: ValueError: an invalid value.
     """
 
-    path: Path = ruled(MISSING, Text())
+    path: Path = ruled(MISSING, _MediaPath())
     name: str | None = ruled(None, _Name())
     repeats: int = ruled(1, Integer(1, REPEATS))
     sizes: Sizes | None = ruled(None, _SIZES)

@@ -92,7 +92,8 @@ def measured_rates(device: torch.device) -> Device:
     link = (large.nbytes - small.nbytes) / max(s["large"] - s["small"], 1e-9)
     ranks = dist.get_world_size()
     shards = (ranks - 1 + (ranks - 1) / ranks) * large.nbytes / s["shards"]
-    total = torch.cuda.get_device_properties(device).total_memory if is_gpu else _memory_bytes() // ranks
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = torch.cuda.get_device_properties(device).total_memory if is_gpu else host // ranks
     return Device(
         machine_name(),
         products / 1e12,
@@ -199,7 +200,3 @@ def _collectives_of_shards(x: Tensor) -> Callable[[], None]:
         reduce_scatter_tensor(shard, x[: shard.numel() * ranks])
 
     return step
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -24,7 +24,7 @@ from lightning_cp.launch.rank import ExternalLauncher, LauncherEnv, Target, is_f
 from lightning_cp.recipes.runs import slurm, sweep
 from lightning_cp.recipes.runs.auto_degrees import with_degrees
 from lightning_cp.recipes.runs.resume import AUTO, identity_of, requeued_checkpoint, resumed_checkpoint
-from lightning_cp.recipes.runs.run_folder import check_writable, locked
+from lightning_cp.recipes.runs.run_folder import check_writable, locked, only_this_rank_failed
 from lightning_cp.recipes.runs.saved_settings import save_settings
 from lightning_cp.recipes.settings.consistency import check_consistency, check_trainer
 from lightning_cp.recipes.settings.finetune import check_groups, is_finetuning
@@ -34,7 +34,6 @@ from lightning_cp.recipes.terminal import print_error, printable
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweep folders in which a job failed in this process
-_RANK_ZERO_REPORTS_S = 30.0  # rank 0 reports a configuration error within this time, even on a busy machine
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -160,14 +159,8 @@ def _forget_encoded(config: DictConfig) -> None:
 
 
 def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:
-    """Wait for rank 0 to report a configuration error, then return this rank's own error.
-
-    torchrun's agent ends all ranks once one has ended. A rank still running after 30 s reports its own error: rank 0,
-    perhaps on another node, may have none.
-    """
-    if env is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if env is None or result.failure is None or not only_this_rank_failed():
         return result
-    time.sleep(_RANK_ZERO_REPORTS_S)
     message = f"{result.failure.message} (rank {env.rank})"
     return replace(result, failure=replace(result.failure, rank=env.rank, message=message))
 

@@ -224,16 +224,13 @@ def _choose_folder(config: DictConfig, kind: str) -> None:
 
 def refuse(error: object) -> NoReturn:
     """Print a configuration error that all ranks of a launcher have, on the first rank, and exit with code 2."""
-    if is_first(launcher_env(os.environ)) or _only_this_rank_failed():
+    if is_first(launcher_env(os.environ)) or only_this_rank_failed():
         print_error(error)
     raise SystemExit(_REFUSED_EXIT_CODE) from None
 
 
-def _only_this_rank_failed() -> bool:
-    """Wait under torchrun for rank 0 to fail too; return True if it has not.
-
-    If rank 0 fails, torchrun's agent ends this process while it waits.
-    """
+def only_this_rank_failed() -> bool:
+    """Wait under torchrun for rank 0 to fail too, whereupon its agent ends this process; return True if it has not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     time.sleep(_FIRST_REPORTS_S)

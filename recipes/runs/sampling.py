@@ -4,7 +4,7 @@ Imports neither torch nor diffusers.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ def _check_pipeline(config: DictConfig) -> None:
             f"{', '.join(_PIPELINE_PRECISIONS)}"
         )
     index = _pipeline_index(config.pipeline)
-    _check_prompts(config.prompts, _class_name(index))
+    kind = index.get("_class_name")
+    _check_prompts(config.prompts, kind if isinstance(kind, str) else None)  # a list: a pipeline class of one's own
     for file in Path(config.pipeline).glob("transformer*/config.json"):
         check_heads(read_file(file, "source"), file.parent, config.ulysses)
     config.transformer = find_models(config, index)
@@ -178,9 +179,3 @@ def _pipeline_index(source: str) -> dict[str, Any]:
         return read_json(index)
     except ValueError as error:
         raise SettingsError(f"source={source}: {error}") from error
-
-
-def _class_name(index: Mapping[str, Any]) -> str | None:
-    """Return the name of the pipeline's class; None if it is unknown."""
-    kind = index.get("_class_name")
-    return kind if isinstance(kind, str) else None  # a custom pipeline class is stored as a list

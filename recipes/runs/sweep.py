@@ -86,9 +86,11 @@ def record_job(config: DictConfig, result: Result | None, started: float) -> Out
     rows = list(read_metric_rows(metrics)) if ran and _is_newer(metrics, started) else []
     times = json.loads(timings.read_text("utf-8")) if ran and _is_newer(timings, started) else {}
     resolved_config = OmegaConf.load(resolved) if ran and resolved.is_file() else config
-    validated = [row["val_loss"] for row in rows if not math.isnan(row.get("val_loss", math.nan))]
     failure = None if result is None else result.failure
     status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
+    finished = rows if status is Status.FINISHED else []
+    losses = [row["loss"] for row in finished[-_LAST_ROWS:]]
+    validated = [row["val_loss"] for row in finished if not math.isnan(row.get("val_loss", math.nan))]
     outcome = Outcome(
         job=int(hydra.job.num),
         overrides=list(hydra.overrides.task),
@@ -97,10 +99,10 @@ def record_job(config: DictConfig, result: Result | None, started: float) -> Out
         message="" if failure is None else " ".join(failure.message.split()),
         exit_code=0 if result is None else result.exit_code,
         steps=int(rows[-1]["step"]) if rows else 0,
-        loss=_mean([row["loss"] for row in rows[-_LAST_ROWS:]]) if status is Status.FINISHED else math.nan,
-        val_loss=min(validated, default=math.nan) if status is Status.FINISHED else math.nan,
-        step_time_s=_median([row["step_time_s"] for row in rows]),
-        tokens_per_s=_median([row["tokens_per_s"] for row in rows]),
+        loss=statistics.fmean(losses or [math.nan]),
+        val_loss=min(validated, default=math.nan),
+        step_time_s=statistics.median([row["step_time_s"] for row in rows] or [math.nan]),
+        tokens_per_s=statistics.median([row["tokens_per_s"] for row in rows] or [math.nan]),
         call_s=times.get("fastest_call", math.nan),
         seconds=time.monotonic() - started,
         folder=str(run.absolute()),
@@ -115,10 +117,7 @@ def summarise_sweep(sweep: Path) -> int:
     if not outcomes:
         print_error(f"no job of the sweep has an outcome in {sweep}")
         return 1
-    with (
-        writing_new(sweep / "sweep.csv", mode=PRIVATE) as table,
-        table.open("w", newline="", encoding="utf-8") as file,
-    ):
+    with writing_new(sweep / "sweep.csv", mode=PRIVATE) as table, table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(asdict(outcomes[0]))
         for outcome in outcomes:
@@ -232,18 +231,9 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 
 def _degrees_text(outcome: Outcome) -> str:
-    return (
-        " × ".join(f"{key} {value}" for key, value in outcome.degrees.items() if value not in (1, "auto")) or "one rank"
-    )
+    degrees = (f"{key} {value}" for key, value in outcome.degrees.items() if value not in (1, "auto"))
+    return " × ".join(degrees) or "one rank"
 
 
 def _shown(value: float, spec: str) -> str:
     return "–" if math.isnan(value) else format(value, spec)
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else math.nan

@@ -9,12 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.finetune.settings import DataFolder
+from lightning_cp.finetune.settings import TABLE_SUFFIXES, DataFolder
 from lightning_cp.recipes.settings.table import SettingsError, read, show
 from lightning_cp.rules import rules_of
 
-_FILES = (".csv", ".jsonl", ".tar", ".parquet")
-_EXPECTED = f"a folder of media, or a {', '.join(_FILES)} file"
+_EXPECTED = rules_of(DataFolder)["path"].describe()
 
 
 def data_folders(config: DictConfig) -> list[dict[str, Any]]:
@@ -49,8 +48,8 @@ def _checked(folder: Any, key: str) -> dict[str, Any]:
             shown = where if name == "path" else f"{key}.{name}"
             raise SettingsError(f"{shown}={show(value)} is not valid: must be {rules[name].describe()}")
     path = Path(folder["path"]).absolute()
-    if not path.exists() and not any(path.parent.glob(path.name)):
+    if not path.exists():
         raise SettingsError(f"{where}={path} does not exist: it must be {_EXPECTED}")
-    if not path.is_dir() and path.suffix.lower() not in _FILES:
+    if not path.is_dir() and path.suffix.lower() not in TABLE_SUFFIXES:
         raise SettingsError(f"{where}={path} is not valid: must be {_EXPECTED}")
     return {**folder, "path": str(path)}

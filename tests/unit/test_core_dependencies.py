@@ -16,7 +16,7 @@ OPTIONAL = {
     "export.py": {"peft"},
     "finetune/families/video/sound.py": {"transformers"},
     "finetune/adapters/lora.py": {"peft"},
-    "finetune/media/archives.py": {"pyarrow"},
+    "finetune/media/archives.py": {"datasets"},
     "finetune/media/decoder.py": {"av"},
     "finetune/precompute/run.py": {"transformers"},
     "pipelines/components.py": {"transformers"},

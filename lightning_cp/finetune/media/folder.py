@@ -11,7 +11,8 @@ from pathlib import Path
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.media.limits import CAPTION_BYTES
 from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
-from lightning_cp.finetune.media.table import TABLE_SUFFIXES, is_unicode, lines_of, read_text
+from lightning_cp.finetune.media.table import is_unicode, lines_of, read_text
+from lightning_cp.finetune.settings import TABLE_SUFFIXES
 
 _NAMED = 10  # captions that cannot be read, in one error
 _KINDS = ("reference", "mask")  # words at the ends of names, before the suffix, of files that belong to another one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,26 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
-from lightning_cp.finetune.media.archives import archives_of, unpack
 from lightning_cp.finetune.media.source import Skipped, Source, Sources
 from lightning_cp.finetune.media.sources import find_sources
-from lightning_cp.finetune.media.table import METADATA
 from lightning_cp.finetune.settings import CAPTION, REPEATS, DataFolder
 
 
-def find_in_folders(
-    folders: Sequence[DataFolder], *, captions: str = "required", unpack_to: Path | None = None, **options: Any
-) -> Sources:
+def find_in_folders(folders: Sequence[DataFolder], *, captions: str = "required", **options: Any) -> Sources:
     """Find the media of all folders.
 
     Args:
         folders: at least one; their order does not matter, except for the default of `DataFolder.name`.
-        unpack_to: folder that archives (`.tar`, `.parquet`) are unpacked to; None: they are refused.
         captions, options: see `find_sources`.
     Raises: DataError: also if samples of two folders would have one name, no folder is trained on, or a file of the
         validation set is trained on, too.
     """
-    named = [(_unpacked(folder, unpack_to), name) for folder, name in _named(folders)]
+    named = list(_named(folders))
     if all(folder.use == "validation" for folder in folders):
         raise DataError(f"use=validation is set for each of the {len(folders)} folders: none is left to train on")
     origins = dict[Path, str]()  # the same folder, given twice, has the same files
@@ -45,21 +39,13 @@ def find_in_folders(
     return Sources(tuple(sources), tuple(dict.fromkeys(skipped)))
 
 
-def _unpacked(folder: DataFolder, unpack_to: Path | None) -> DataFolder:
-    if unpack_to is None or not archives_of(folder.path):
-        return folder
-    path = unpack(folder.path, unpack_to, caption_column=folder.caption_column)
-    # captions of tar files are in text files now
-    column = folder.caption_column if (path / METADATA[0]).is_file() else None
-    return replace(folder, path=path, caption_column=column)
-
-
 def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
     seen = dict[str, Path]()
     for i, folder in enumerate(folders):
         name = folder.name
         if name is None:
-            name = _default_name(Path(os.path.abspath(folder.path))) if i else ""
+            path = Path(os.path.abspath(folder.path))
+            name = "" if not i else path.name if path.is_dir() else path.stem
         if name in seen:
             raise DataError(
                 f"{seen[name]} and {folder.path} both have the name {name!r} in the cache: give one of them another, "
@@ -67,13 +53,6 @@ def _named(folders: Sequence[DataFolder]) -> Iterator[tuple[DataFolder, str]]:
             )
         seen[name] = folder.path
         yield folder, name
-
-
-def _default_name(path: Path) -> str:
-    """Return the name of a folder, of a table or an archive without its suffix, or of the folder of a pattern."""
-    if glob.has_magic(path.name):
-        return path.parent.name
-    return path.name if path.is_dir() else path.stem
 
 
 def _with_settings(source: Source, folder: DataFolder, name: str, origin: str) -> Source:

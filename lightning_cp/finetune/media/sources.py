@@ -20,9 +20,9 @@ from lightning_cp.finetune.media.source import (
     clip_id,
     first_reasons,
 )
-from lightning_cp.finetune.media.table import METADATA, TABLE_SUFFIXES, read_table
+from lightning_cp.finetune.media.table import METADATA, read_table
 from lightning_cp.finetune.media.videos import probe, resampled_frames
-from lightning_cp.finetune.settings import PrecomputeSettings
+from lightning_cp.finetune.settings import TABLE_SUFFIXES, DataFolder, PrecomputeSettings
 from lightning_cp.rules import rules_of
 
 
@@ -107,11 +107,9 @@ def _read(path: Path, caption_column: str | None) -> tuple[list[Entry], list[Ski
         if caption_column is not None:
             raise DataError(f"caption_column={caption_column} is for tables, but {path} is a folder without a table")
         return read_folder(path)
-    expected = f"expected a folder or a table ({', '.join(TABLE_SUFFIXES)})"
-    if not path.exists():
-        raise DataError(f"{path} does not exist: {expected}")
-    if path.suffix.lower() not in TABLE_SUFFIXES:
-        raise DataError(f"{path} is neither a folder nor a table: {expected}")
+    if not path.exists() or path.suffix.lower() not in TABLE_SUFFIXES:
+        problem = "is not valid" if path.exists() else "does not exist"
+        raise DataError(f"{path} {problem}: must be {rules_of(DataFolder)['path'].describe()}")
     return read_table(path, caption_column)
 
 

@@ -28,8 +28,6 @@ from lightning_cp.finetune.media.source import (
 from lightning_cp.finetune.settings import REPEATS
 from lightning_cp.rules import Each, Either, Integer, Number, Rule
 
-TABLE_SUFFIXES = (".csv", ".jsonl")
-
 
 class _Unicode(Rule):
     @override

@@ -206,13 +206,12 @@ def _reason(source: Source, family: Family, buckets: Buckets) -> str | None:
 
 
 def find_data(folders: Sequence[DataFolder], output: Path, settings: PrecomputeSettings) -> Sources:
-    """Find the media of all folders; archives are unpacked next to the output."""
+    """Find the media of all folders."""
     for folder in folders:
         check_output(output, folder.path)
     return find_in_folders(
         folders,
         captions=settings.captions,
-        unpack_to=output.with_name(f"{output.name}_media"),
         clips=settings.clips,
         clip_frames=settings.frames if isinstance(settings.frames, int) else None,
         fps=settings.fps,

@@ -100,7 +100,7 @@ def test_two_runs_write_one_cache_together(tmp_path: Path) -> None:
 
 _REFUSED = [
     ("data.path=gone", "data.path={tmp}/gone does not exist"),
-    ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv, .jsonl, .tar, .parquet file"),
+    ("data.path={pipe}/model_index.json", "must be a folder of media, or a .csv or .jsonl table"),
     ("model.pretrained={tmp}/gone", "must be a pipeline's folder, or the id of one on the Hub"),
     ("output={data}/latents", "must not lie in data.path"),
     ("output={pipe}", "holds other files"),

@@ -31,6 +31,7 @@ _LEFT_OUT = (
 _WORDS = {
     "lora.targets": "names, regex, null",
     "lora.ranks": "int ≥ 1 by name, null",
+    "path": "folder, table",
     "name": "text, null",
     "sizes": "list of [h, w], null",
     "replace": "text by text",

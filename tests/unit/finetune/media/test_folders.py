@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +56,11 @@ def test_a_folder_that_is_given_twice_has_the_same_files(data: Path) -> None:
     ]
 
 
-def test_names_of_tables_and_archives(data: Path) -> None:
+def test_names_of_tables(data: Path) -> None:
     Image.new("RGB", (8, 8)).save(data / "x.png")
-    (data / "x.txt").write_text("an x")
     (data / "rows.jsonl").write_text('{"file": "x.png", "caption": "an x"}')
-    (data / "more").mkdir()
-    for archive in (data / "one.tar", data / "more" / "0.tar"):
-        with tarfile.open(archive, "w") as opened:
-            opened.add(data / "x.png", "x.png")
-            opened.add(data / "x.txt", "x.txt")
-    paths = [data / "own", data / "rows.jsonl", data / "one.tar", data / "more" / "*.tar"]
-    found = find_in_folders([DataFolder(path=path) for path in paths], unpack_to=data / "unpacked")
-    assert [x.id for x in found.sources] == ["a.png", "b.png", "rows/x.png", "one/one/x.png", "more/0/x.png"]
+    found = find_in_folders([DataFolder(path=path) for path in (data / "own", data / "rows.jsonl")])
+    assert [x.id for x in found.sources] == ["a.png", "b.png", "rows/x.png"]
 
 
 @pytest.mark.parametrize(
@@ -103,16 +95,15 @@ def test_settings_of_folders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         DataFolder(path=data / "own"),
         DataFolder(path=data / "class", weight=0.5, sizes=((8, 16),), replace={"a": ""}),
     ]
-    (data / "0.tar").touch()
-    assert _settings("*.tar") == [{"path": str(data / "*.tar")}]
     assert _settings({"path": "own", "repeats": 2}) == [{"path": str(data / "own"), "repeats": 2}]
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("gone", "data.path={tmp}/gone does not exist: it must be a folder of media, or a .csv, .jsonl"),
-        ("*.tar", "data.path={tmp}/*.tar does not exist"),
+        ("gone", "data.path={tmp}/gone does not exist: it must be a folder of media, or a .csv or .jsonl table"),
+        ("a.tar", "data.path=a.tar is not valid: must be a folder of media, or a .csv or .jsonl table; convert .tar"),
+        ([{"path": "x.PARQUET"}], "data.path[0].path=x.PARQUET is not valid"),
         ([], "data.path=[] is not valid"),
         (["own", "gone"], "data.path[1]={tmp}/gone does not exist"),
         (["own", {"path": "own/a.png"}], "data.path[1].path={tmp}/own/a.png is not valid"),
@@ -124,7 +115,7 @@ def test_settings_of_folders(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ([{"path": "own", "sizes": [[480]]}], "data.path[0].sizes=[[480]] is not valid: must be null or a list of"),
         ([{"path": "own", "replace": {"": "x"}}], "data.path[0].replace={{'': 'x'}} is not valid"),
         ([{"path": "own", "name": "/x"}], "data.path[0].name=/x is not valid"),
-        ([3], "data.path[0]=3 is not valid: must be a text"),
+        ([3], "data.path[0]=3 is not valid: must be a folder of media"),
     ],
 )
 def test_invalid_settings_are_named(data: Path, monkeypatch: pytest.MonkeyPatch, path: Any, message: str) -> None:

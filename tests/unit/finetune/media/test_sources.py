@@ -105,7 +105,7 @@ def test_a_name_that_is_not_unicode_is_skipped(tmp_path: Path) -> None:
 
 def test_folders_without_anything_to_train_on(tmp_path: Path) -> None:
     message = refused(tmp_path / "missing")
-    assert "does not exist: expected a folder or a table (.csv, .jsonl)" in message
+    assert "does not exist: must be a folder of media, or a .csv or .jsonl table; convert .tar" in message
     assert "no usable file. Usable are images: .avif .bmp" in refused(tmp_path)
     (tmp_path / "a.heic").write_bytes(b"x")
     message = refused(tmp_path)
@@ -115,7 +115,7 @@ def test_folders_without_anything_to_train_on(tmp_path: Path) -> None:
     assert "none of the 1 files has a caption (no caption: a.txt is missing or empty)" in message
     assert "set data.captions=optional to train with the empty caption" in message
     assert find_sources(tmp_path, captions="optional").sources[0].captions == ("",)
-    assert "neither a folder nor a table" in refused(tmp_path / "a.png")
+    assert "a.png is not valid: must be a folder of media" in refused(tmp_path / "a.png")
 
 
 def test_captions_must_be_utf8(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tarfile
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 from PIL import Image
@@ -98,15 +96,3 @@ def test_a_validation_set_is_not_trained_on(flux: Path, tmp_path: Path) -> None:
         hold_out(data, 1)
     assert _run(flux, [folders[0], replace(folders[1], use="train")], tmp_path / "out") == (0, 4, 0)
     assert len(LatentData(LatentCache(tmp_path / "out"))) == 11
-
-
-def test_pictures_of_an_archive_are_encoded_once(flux: Path, tmp_path: Path) -> None:
-    archive = tmp_path / "shard.tar"
-    with tarfile.open(archive, "w") as opened:
-        opened.add(pictures(tmp_path / "own", 3), ".")
-    done = encoded(flux, archive, tmp_path / "out", PICTURES)
-    assert (done.encoded, len(done.skipped)) == (3, 0)
-    (folder,) = (tmp_path / "out_media").iterdir()
-    assert [row.source for row in LatentCache(tmp_path / "out").rows] == [f"shard/p{i}.png" for i in range(3)]
-    rmtree(folder)  # it is unpacked again, with the same contents
-    assert encoded(flux, archive, tmp_path / "out", PICTURES).stored == 3
