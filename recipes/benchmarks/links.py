@@ -70,9 +70,8 @@ class SlowLinks(Launcher):
             codes = [process.poll() for process in processes]
             for rank, code in enumerate(codes):
                 if code:
-                    return Failure(
-                        rank, FailureKind.EXIT, f"rank {rank} behind a slow link ended with exit code {code}"
-                    )
+                    text = f"rank {rank} behind a slow link ended with exit code {code}"
+                    return Failure(rank, FailureKind.EXIT, text)
             if None not in codes:
                 return None
             if time.monotonic() > deadline:

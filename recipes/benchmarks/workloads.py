@@ -274,10 +274,8 @@ def _model_subjects(
 
     subjects = one_process_subjects(lambda: step_of(copied(model), averaged=False), device)
     for name, x in modes(dist.get_world_size()).items():
-        subjects += [
-            Subject(name, functools.partial(own_mode, x)),
-            Subject(name + UNCHECKED, functools.partial(own_mode, x, "off")),
-        ]
+        subjects.append(Subject(name, functools.partial(own_mode, x)))
+        subjects.append(Subject(name + UNCHECKED, functools.partial(own_mode, x, "off")))
     peer_builders = peers.models(device)
     return subjects + [Subject(name, functools.partial(peer, x), is_peer=True) for name, x in peer_builders.items()]
 

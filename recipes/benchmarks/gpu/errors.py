@@ -14,12 +14,8 @@ from lightning_cp.kernels import Kernel, PartialAttentionGrad, attend, attend_ba
 from lightning_cp.recipes.benchmarks.gpu.results import Check, Measurement, Result
 from lightning_cp.recipes.benchmarks.gpu.timing import dtype_name
 
-ERROR_LIMITS = {  # RMS error relative to the largest value; float32 may use TF32 on a GPU
-    torch.float64: 1e-12,
-    torch.float32: 2e-3,
-    torch.bfloat16: 1e-2,
-    torch.float16: 2e-3,
-}
+# RMS error relative to the largest value; float32 may use TF32 on a GPU
+ERROR_LIMITS = {torch.float64: 1e-12, torch.float32: 2e-3, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -74,11 +70,8 @@ def kernel_error(
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, tokens, heads, 64) for heads in (4, key_heads, key_heads, 4)]
     q, k, v, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    mask = None
-    if masked:
-        mask = torch.rand((2, 1, 1, tokens), generator=generator).to(device) > 0.3
-    reason = kernel.refusal(q, mask)
-    if reason is not None:
+    mask = torch.rand((2, 1, 1, tokens), generator=generator).to(device) > 0.3 if masked else None
+    if (reason := kernel.refusal(q, mask)) is not None:
         return reason
     options: dict[str, Any] = {"mask": mask, "causal": causal, "scale": 64**-0.5}
     part = attend(kernel, q, k, v, **options)

@@ -60,13 +60,8 @@ def _measure_attention(config: DictConfig, ranks: int, result: Result) -> None:
         return [forward, lambda: torch.autograd.backward(attend(*leaves), grad)]
 
     with fake_world(ranks):
-        subjects = {
-            name: functools.partial(
-                context_parallel_attention, parallel_config=mode, q_lengths=lengths, kv_lengths=lengths
-            )
-            for name, mode in modes(ranks).items()
-        }
-        steps = {name: steps_of(attend) for name, attend in subjects.items()}
+        attend = functools.partial(context_parallel_attention, q_lengths=lengths, kv_lengths=lengths)
+        steps = {name: steps_of(functools.partial(attend, parallel_config=x)) for name, x in modes(ranks).items()}
         steps[_PEER] = steps_of(peers.attentions(device)[_PEER]())
         times_by_mode = _times(steps, settings, device)
     _add_rows(f"One attention call, {ranks} ranks", times_by_mode, result)
@@ -86,16 +81,9 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Resul
         from diffusers import WanTransformer3DModel
 
         torch.manual_seed(0)
-        model = WanTransformer3DModel(
-            num_attention_heads=settings.heads,
-            attention_head_dim=settings.head_dim,
-            num_layers=blocks,
-            ffn_dim=16,
-            text_dim=8,
-            freq_dim=8,
-            in_channels=4,
-            out_channels=4,
-        )
+        sizes = {"num_layers": blocks, "ffn_dim": 16, "text_dim": 8, "freq_dim": 8, "in_channels": 4, "out_channels": 4}
+        heads = {"num_attention_heads": settings.heads, "attention_head_dim": settings.head_dim}
+        model = WanTransformer3DModel(**heads, **sizes)
         converted: nn.Module = model.to(device, getattr(torch, config.attention.dtype))
         return converted
 
@@ -121,14 +109,9 @@ def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: Resul
             makers[name] = functools.partial(parallel, mode=mode)
         makers[_PEER] = peers.models(device)[_PEER]
         steps = {(name, n): steps_of(make, n) for name, make in makers.items() for n in (few, many)}
-        times_by_model = _times(steps, settings, device)
-    each = {
-        name: [
-            (b - a) / settings.blocks
-            for a, b in zip(times_by_model[name, few], times_by_model[name, many], strict=True)
-        ]
-        for name in makers
-    }
+        times = _times(steps, settings, device)
+    pairs = {name: zip(times[name, few], times[name, many], strict=True) for name in makers}
+    each = {name: [(b - a) / settings.blocks for a, b in pair] for name, pair in pairs.items()}
     _add_rows(f"One {'compiled ' * compiled}block of a Wan transformer, {ranks} ranks", each, result)
 
 
@@ -143,8 +126,6 @@ def _times(
 def _add_rows(title: str, times_by_mode: Mapping[str, list[float]], result: Result) -> None:
     columns = ["mode", *(f"{which}, {unit}" for which in _PASSES for unit in ("µs", f"× {_PEER}"))]
     for name, times in times_by_mode.items():
-        cells = [
-            (f"{1e6 * seconds:,.0f}", f"{seconds / peer:.2f}")
-            for seconds, peer in zip(times, times_by_mode[_PEER], strict=True)
-        ]
-        result.add_row(title, columns, [name, *(cell for pair in cells for cell in pair)])
+        pairs = zip(times, times_by_mode[_PEER], strict=True)
+        cells = [cell for s, peer in pairs for cell in (f"{1e6 * s:,.0f}", f"{s / peer:.2f}")]
+        result.add_row(title, columns, [name, *cells])

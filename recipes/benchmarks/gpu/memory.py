@@ -68,16 +68,8 @@ def _measure_mode(config: DictConfig, name: str, result: Result) -> None:
     dtype = getattr(torch, attention.dtype)
     key_bytes = 2 * attention.batch * settings.tokens * attention.heads * attention.head_dim * dtype.itemsize
     slices = min(attention.heads, -(-key_bytes // gathered.SLICE_BYTES[device.type]))
-    sizes = _Sizes(
-        attention.batch,
-        settings.tokens,
-        settings.ranks,
-        attention.heads,
-        attention.head_dim,
-        dtype,
-        slices,
-        device.type,
-    )
+    heads = attention.heads, attention.head_dim
+    sizes = _Sizes(attention.batch, settings.tokens, settings.ranks, *heads, dtype, slices, device.type)
     with fake_world(settings.ranks):
         peaks = _peaks(modes(settings.ranks)[name], sizes, device)
     units = buffer_units(name, sizes)
@@ -98,14 +90,12 @@ def _measure_mode(config: DictConfig, name: str, result: Result) -> None:
 
 def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
     """Return the buffers allocated at once in forward and backward, in units of the local q; None for other modes."""
-    ranks, accumulation_factor = sizes.ranks, sizes.merge_dtype.itemsize // sizes.dtype.itemsize
+    ranks, widened = sizes.ranks, sizes.merge_dtype.itemsize // sizes.dtype.itemsize
     if name == "ring alltoall":
         # Forward: K and V of two chunks, a partial output, the merged output; in half precision, the first merge also
         # holds the first output before its conversion. Backward: K and V of two chunks; dq, dk
         # and dv from the kernel; the sum of dq; the sums of dK and dV of this rank, leaving, and arriving.
-        return 4 + 1 + accumulation_factor + (
-            accumulation_factor > 1
-        ), 4 + 3 + accumulation_factor + 6 * accumulation_factor
+        return 4 + 1 + widened + (widened > 1), 4 + 3 + widened + 6 * widened
     if name == "ring allgather":
         # Gathered K and V: two slices, or the only one, and this rank's part of them before it is sent.
         one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
@@ -113,7 +103,7 @@ def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
         # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, dK and dV. Of one slice: dq
         # and its sum; the kernel's inputs made contiguous, and its dk and dv; sums that leave, arrive, and are added.
         slice_of_dq = one_slice / (2 * ranks)
-        slice_units = slice_of_dq * (4 + 3 * accumulation_factor) + one_slice * (1 + 2 * accumulation_factor)
+        slice_units = slice_of_dq * (4 + 3 * widened) + one_slice * (1 + 2 * widened)
         return gathered_units + 2, gathered_units + 6 + slice_units
     if name == "Ulysses":
         # Forward: q, k and v sharded by heads, the output, the same sent, received and in order. Backward: the gradient
@@ -162,9 +152,7 @@ def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int
     backward()
     merging()
     results = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
-    workspaces = [
-        peak_bytes(step, device) - result_bytes for step, result_bytes in zip((forward, backward), results, strict=True)
-    ]
+    workspaces = [peak_bytes(step, device) - held for step, held in zip((forward, backward), results, strict=True)]
     if name == "ring alltoall":
         workspaces[0] = max(workspaces[0], peak_bytes(merging, device))
     return max(0, workspaces[0]), max(0, workspaces[1])

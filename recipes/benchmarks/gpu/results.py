@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_cp.files import writing_new
+from lightning_cp.checkpoint.folder import atomic_file
 
 CUT_OFF = "cut off"  # the error of a measurement while it runs
 
@@ -75,7 +75,5 @@ def read_results(path: Path) -> Results:
 def write_results(results: Results, path: Path) -> None:
     """Replace the file with `results`."""
     stored = {stage: {name: asdict(x) for name, x in items.items()} for stage, items in results.items()}
-    partial = path.with_name(f"{path.name}.partial")
-    with writing_new(partial):
-        partial.write_text(json.dumps(stored, indent=1), encoding="utf-8")
-        partial.replace(path)
+    with atomic_file(path) as scratch:
+        scratch.write_text(json.dumps(stored, indent=1), encoding="utf-8")

@@ -56,9 +56,8 @@ def _time(config: DictConfig, name: str, tokens: int, ranks: int, result: Result
     area = sum(int(x.sum()) for x in rows) / (own.stop - own.start) / tokens
 
     def draw(count: int) -> Tensor:
-        return torch.randn(sizes.batch, count, sizes.heads, sizes.head_dim, device=device).to(
-            getattr(torch, sizes.dtype)
-        )
+        x = torch.randn(sizes.batch, count, sizes.heads, sizes.head_dim, device=device)
+        return x.to(getattr(torch, sizes.dtype))
 
     q, k, v, grad = draw(own.stop - own.start), draw(tokens), draw(tokens), draw(own.stop - own.start)
     ring = Ring(None, 0, (tokens,), "", False, sizes.head_dim**-0.5, "auto", "allgather", True)
