@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -136,9 +136,7 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
     if device.type == "cpu":
-        with suppress(OSError):
-            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        return None
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if sys.platform == "linux" else ()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
