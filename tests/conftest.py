@@ -13,6 +13,7 @@ import pytest
 # Tensors are tiny here, and a second thread only waits actively: in this process, in its ranks and in programs.
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pandas, which scikit-learn imports
 # Torch's TCP stores look up the name of each address that connects, by default for 5 s if no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

@@ -29,7 +29,7 @@ from tests.models.tiny import with_short_text
 from tests.models.wan import wan
 
 # Tiny models for which diffusers has a plan.
-_NAMES = ("flux", "qwen_image", "wan_per_token_timestep")
+_NAMES = ("flux", "flux2", "qwen_image", "wan", "wan_per_token_timestep", "ltx", "wan_image_to_video", "chronoedit")
 THEIR_PLANS = {
     **{name: TINY[name] for name in _NAMES},
     "helios": replace(TINY["helios"], config={**TINY["helios"].config, "num_layers": 40}),  # the plan names this many
