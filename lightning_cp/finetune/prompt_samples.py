@@ -264,13 +264,7 @@ class PromptSampler:
         return {"prompt": self.prompts[i].prompt, **picture, **self._call, **self.prompts[i].call}
 
     def _load(self, models: Mapping[str, Any], dtype: torch.dtype, *, without: Sequence[str]) -> Any:
-        pipe = load_pipeline(
-            self._source,
-            dtype,
-            setting=self._setting,
-            without=without,
-            components=models,
-        )
+        pipe = load_pipeline(self._source, dtype, setting=self._setting, without=without, components=models)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

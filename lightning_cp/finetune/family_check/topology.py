@@ -22,14 +22,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # many transformers cas
 _FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias
 
 
-def topology_proof(
-    transformer: nn.Module,
-    family: Family,
-    stored: StoredBatch,
-    config: ContextParallelConfig,
-    *,
-    step: int = 3,
-) -> Proof:
+def topology_proof(transformer: nn.Module, family: Family, stored: StoredBatch, config: ContextParallelConfig) -> Proof:
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
     Args:
@@ -46,13 +39,13 @@ def topology_proof(
         dtype, alone = torch.float32, copy.deepcopy(transformer).float()
     objective = replace(objective_for(family, seed=0), loss_dtype=dtype)
     parallel = copy.deepcopy(alone)
-    loss, gradients = _gradients(objective, alone, family, stored, step)
+    loss, gradients = _gradients(objective, alone, family, stored)
     for model in models_by_component(parallel, "transformer").values():
         apply_context_parallel(model, config)
     installed = installed_on(model)
     assert installed is not None, "it was applied"
     assert installed.session.groups.data_size == 1, "all ranks are one context group"
-    loss_here, gradients_here = _gradients(objective, parallel, family, stored, step)
+    loss_here, gradients_here = _gradients(objective, parallel, family, stored)
     errors = {"loss": _relative(loss_here, loss, least=0.0)}
     least = _FLOOR * max(float(x.abs().max()) for x in gradients.values() if x is not None)
     context = installed.session.groups.context
@@ -72,10 +65,10 @@ def topology_proof(
 
 
 def _gradients(
-    objective: Objective, model: nn.Module, family: Family, stored: StoredBatch, step: int
+    objective: Objective, model: nn.Module, family: Family, stored: StoredBatch
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     model.zero_grad()
-    loss = objective.loss(model, family, stored, step=step, first_index=0)
+    loss = objective.loss(model, family, stored, step=3, first_index=0)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 

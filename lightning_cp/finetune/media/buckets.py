@@ -27,14 +27,7 @@ class Bucket:
     width: int
 
 
-def default_buckets(
-    grid: Grid,
-    *,
-    height: int,
-    width: int,
-    frames: int | Sequence[int] = 1,
-    aspects: Sequence[float] = ASPECTS,
-) -> tuple[Bucket, ...]:
+def default_buckets(grid: Grid, *, height: int, width: int, frames: int | Sequence[int] = 1) -> tuple[Bucket, ...]:
     """Return buckets of the usual aspect ratios with the area of a given size or a little less, on the family's grid.
 
     No bucket has more pixels than `height` x `width`, so that all fit the memory that this size needs.
@@ -42,10 +35,9 @@ def default_buckets(
     Args:
         height, width: size with the largest area, in pixels; it is a bucket, too.
         frames: number of frames, or several: each bucket exists once for each. Add 1 to train on images, too.
-        aspects: width / height of the buckets; the inverse of each is added.
     Raises: FamilyError: sizes that are not on the grid; names the nearest that are.
     """
-    every = [ratio for aspect in aspects for ratio in (aspect, 1 / aspect)]
+    every = [ratio for aspect in ASPECTS for ratio in (aspect, 1 / aspect)]
     sizes = {(height, width), *(_size(grid.pixels, height * width, ratio) for ratio in every)}
     return explicit_buckets(grid, sizes=sorted(sizes), frames=frames)
 

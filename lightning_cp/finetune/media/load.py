@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_cp.errors import MediaError
 from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, Crop, centre_crop, fit, nearest_bucket
 from lightning_cp.finetune.media.failures import failures_of
-from lightning_cp.finetune.media.images import BLACK, WHITE, Color, image_size, read_image
+from lightning_cp.finetune.media.images import BLACK, image_size, read_image
 from lightning_cp.finetune.media.source import Source, is_video
 from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, read_sound, resampled_frames
 
@@ -46,7 +46,6 @@ def load_media(
     *,
     fps: float | None = None,
     max_upscale: float = MAX_UPSCALE,
-    background: Color = WHITE,
     reference_size: Callable[..., tuple[int, int]] | None = None,
     sound_rate: int | None = None,
 ) -> LoadedMedia:
@@ -58,7 +57,6 @@ def load_media(
         buckets: one, or several to choose from.
         fps: frames per second of clips; None: the rate of the video.
         max_upscale: largest factor of enlargement.
-        background: colour behind transparent pixels of images, 0 to 255.
         reference_size: returns height and width of the reference from those of the bucket (`Family.reference_size`);
             None: the same.
         sound_rate: also read the sound of videos, with this number of samples per second.
@@ -69,7 +67,7 @@ def load_media(
         if source.is_video:
             pixels, bucket, rate = _read_video(source, buckets, fps, max_upscale)
         else:
-            pixels, rate = read_image(source.file, background=background).unsqueeze(1), None
+            pixels, rate = read_image(source.file).unsqueeze(1), None
             bucket = nearest_bucket(buckets, 1, *pixels.shape[-2:], max_upscale=max_upscale)
         fitted, crop = fit(pixels, bucket, max_upscale=max_upscale)
         reference = sound = mask = None
@@ -82,7 +80,7 @@ def load_media(
                 if is_video(source.reference):
                     read = _read_control(source, source.reference, bucket.frames, fps, rate)
                 else:
-                    read = read_image(source.reference, background=background).unsqueeze(1)
+                    read = read_image(source.reference).unsqueeze(1)
                 target = Bucket(read.shape[1], *_reference_size(bucket, reference_size))
                 reference, _ = fit(read, target, max_upscale=max_upscale)
     return LoadedMedia(fitted, bucket, crop, rate, reference, sound, mask)
