@@ -115,8 +115,8 @@ def _run_stage(name: str, config: DictConfig, digest: str, path: Path, limit_s: 
         command = [sys.executable, "-m", "pytest", "-x", "-s", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
         command += ["-p", f"{__package__}.plugin", f"--stage={name}", f"--digest={digest}"]
         command += [f"--settings={settings}", f"--results={path}"]
-        tests = ["-m", "full or not full", *config.tests.files]
-        command += tests if name == "tests" else ["-W", "ignore", MEASUREMENTS]
+        is_tests = name == "tests"
+        command += ["-m", "full or not full", *config.tests.files] if is_tests else ["-W", "ignore", MEASUREMENTS]
         code, count = _FAILED, -1
         while code == _FAILED or (code not in _ENDS and len(read_results(path)[name]) > count):
             count = len(read_results(path)[name])
