@@ -140,7 +140,7 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
         ),
     ],
 )
-@pytest.mark.default(1)
+@pytest.mark.default("flux2", "padded")
 def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, way: tuple[str, int]) -> None:
     everyone = run_ranks(way[1], _compared, name, way[0])
     for error, whole, kept in everyone:

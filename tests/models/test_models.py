@@ -25,19 +25,18 @@ from tests.models.table import Measured, write_table
 from tests.models.tiny import dense_flex_attention
 
 _AT_3 = ("ring", "ulysses", "rotation", "replay")
-_LARGE = (
-    *(("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 4)),
-    *(("unified", 6), ("unified3", 6), ("grid", 6)),
-)
+_LARGE = (*(("grid", 4), ("ring", 4), ("ulysses", 4), ("rotation", 4), ("unified", 6), ("unified3", 6), ("grid", 6)),)
 _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("flux", "ulysses", 3), ("sd3", "rotation", 3), ("qwen_image", "ring", 3)),  # text joined to the image
     *(("wan", "rotation", 3), ("pixart", "ulysses", 3), ("sana", "ring", 3)),  # cross attention, linear attention
     *(("hunyuan_video", "ulysses", 3), ("z_image", "ring", 3), ("cogvideox", "rotation", 3)),  # segments, padding
     *(("ltx2", "ring", 3), ("ace_step", "ulysses", 3), ("control_flux", "rotation", 3)),  # sound, ControlNets
     *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
+    *(("lumina2", "ring", 3), ("latte", "ulysses", 3), ("cogview4", "ring", 3), ("ltx2", "ulysses", 3)),  # masks, times
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
-# every class in the modes of 3 ranks, and its other inputs in one of them each; a third of the classes at more ranks
+# every class in the modes of 3 ranks and with both degrees, its other inputs in one mode of 3 ranks each; a third of the
+# classes at more ranks
 _OTHERS = in_turn([name for name in TINY if name not in FIRST.values()], _AT_3[:3])
 _TRIALS: list[tuple[str, tuple[tuple[str, str], ...], int]] = [
     (name, ((name, mode),), world) for name, mode, world in _DEFAULT
@@ -53,6 +52,7 @@ _TRIALS += [
     )
     for kind, name in FIRST.items()
 ]
+_TRIALS += [(x, ((x, "unified"),), 4) for x in FIRST.values() if (x, "unified", 4) not in _DEFAULT]
 _TRIALS += [(name, ((name, mode),), world) for name, (mode, world) in in_turn(list(FIRST.values())[::3], _LARGE)]
 
 

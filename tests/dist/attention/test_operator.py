@@ -59,7 +59,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
         (4, 4, 1, "grid 2x2", "contiguous"),
     ],
 )
-@pytest.mark.full
+@pytest.mark.default("3-1-3")
 def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, layout: str) -> None:
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
     lengths = tuple(2 + i for i in range(world))

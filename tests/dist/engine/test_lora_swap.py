@@ -216,7 +216,6 @@ def _in_stages(rank: int, world: int) -> tuple[list[float], list[str]]:
     return errors, said
 
 
-@pytest.mark.full
 def test_stages_of_blocks_load_adapters_before_and_after_set_up(run_ranks: RankPool) -> None:
     features.refused("fusing adapters on stages of blocks (`pipe=`)")
     for errors, (dora, fuse) in run_ranks(3, _in_stages, timeout_s=120):

@@ -93,7 +93,7 @@ TRIALS = [  # model, cache, mode, world, and whether the cache is there before t
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: "-".join(map(str, trial)))
-@pytest.mark.default(1)
+@pytest.mark.default("flux-first", "cosmos3-sea", "nucleus_moe-text")
 def test_decisions_and_outputs_are_those_of_one_process(
     run_ranks: RankPool, trial: tuple[str, str, str, int, bool]
 ) -> None:

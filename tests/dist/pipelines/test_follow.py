@@ -377,7 +377,6 @@ def _threads(rank: int, world: int) -> list[Any]:
     return [*found, second(pipe), second(other), error_of(alone, _first(other(**_inputs(0))))]
 
 
-@pytest.mark.full
 def test_threads_share_the_leader_and_without_it_only_one_of_them_calls(run_ranks: RankPool) -> None:
     (one, two, *refused), others = run_ranks(2, _threads)
     assert max(one, two) <= 1e-5

@@ -147,7 +147,7 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
         pytest.param(4, "sd3", {"patches": 3, "cfg": 2}, {}, [1, 7], id="cfg"),
     ],
 )
-@pytest.mark.full
+@pytest.mark.default("patches")
 def test_a_stage_that_runs_out_of_memory_ends_the_call_on_all_by_name(
     run_ranks: RankPool, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any], at: list[int]
 ) -> None:

@@ -67,7 +67,7 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
     ("world", "name", "settings"),
     [(3, "flux", {"pipe": 3, "patches": 2}), (2, "sd3", {"pipe": [1, 2], "patches": 3})],
 )
-@pytest.mark.full
+@pytest.mark.default("sd3")
 def test_a_rank_reads_the_weights_of_its_stage(
     run_ranks: RankPool, tmp_path: Path, world: int, name: str, settings: dict[str, Any]
 ) -> None:

@@ -14,7 +14,8 @@ from tests.harness.cases import in_turn
 from tests.pipelines.tiny import error_of
 
 _NAMES = (
-    *("ace_step", "allegro", "auraflow", "chronoedit", "cogvideox", "cogview4", "easyanimate", "fibo", "flux2"),
+    *("ace_step", "allegro", "anyflow", "auraflow", "bria", "chronoedit", "cogvideox", "cogview3_plus", "cogview4"),
+    *("easyanimate", "ernie_image", "fibo", "flux2", "longcat_image", "ovis_image"),
     *("flux_kontext", "framepack", "helios_pyramid", "hunyuan_image"),
     *("hunyuan_video", "joyimage_edit", "kandinsky6", "latte", "longcat_audio", "ltx", "ltx2_guided", "pixart_alpha"),
     *("qwen_image_edit", "sana_video", "sd3", "skyreels", "stable_audio", "wan_image_to_video", "wan_animate"),

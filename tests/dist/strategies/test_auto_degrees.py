@@ -64,7 +64,6 @@ def _both(rank: int, world: int) -> tuple[tuple[int, int], list[float], list[flo
     return degrees, planned, losses(kind(ring=degrees[0], ulysses=degrees[1]))
 
 
-@pytest.mark.full
 def test_losses_are_those_of_the_chosen_degrees_given_by_hand(run_ranks: RankPool) -> None:
     results = run_ranks(2, _both, init=False)
     for degrees, planned, by_hand in results:

@@ -42,7 +42,7 @@ def _of_the_step(rank: int, world: int, degree: int) -> tuple[bool, list[Any]]:
 
 
 @pytest.mark.parametrize(("world", "degree"), [(3, 1), (4, 2)])
-@pytest.mark.default(1)
+@pytest.mark.default("4-2")
 def test_helpers_for_shards_follow_the_degree_of_the_step(run_ranks: RankPool, world: int, degree: int) -> None:
     found = run_ranks(world, _of_the_step, degree, init=False)
     for rank, (is_right, (largest, smaller, again)) in enumerate(found):

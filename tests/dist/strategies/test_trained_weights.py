@@ -200,7 +200,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("every", [6, 1])
-@pytest.mark.default(1)
 def test_what_cannot_be_followed_is_refused_on_every_rank(run_ranks: RankPool, every: int) -> None:
     for kind, how, settings, message in REFUSED[::every]:
         for said in run_ranks(3, _refused, kind, how, settings, init=False):

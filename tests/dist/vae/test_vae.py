@@ -173,8 +173,10 @@ def test_halos_of_convolutions_in_chunks_of_frames(run_ranks: RankPool) -> None:
 def test_every_class(run_ranks: RankPool, name: str, world: int) -> None:
     for mode in ALL[name].modes.split():
         errors = [_check(run_ranks, world, name, mode, dtype) for dtype in (torch.float32, torch.float64)]
-        how, error = ("tiles", errors[0]) if mode == "tiles" else ("rows", errors[1])
-        features.compared(f"VAE decoded and encoded by {how}", error)
+        if mode == "tiles":
+            features.compared("VAE decoded and encoded by tiles", errors[0])
+        else:
+            features.compared("VAE decoded and encoded by rows", errors[1])
 
 
 def _low_precision(rank: int, world: int, name: str, dtype: torch.dtype) -> list[float]:

@@ -69,7 +69,7 @@ def _whole(rank: int, world: int, name: str, mode: str, backend: str, replay: bo
         ("ltx", "ring", "eager", False),  # of a class that diffusers allows in graphs as it is
     ],
 )
-@pytest.mark.default(1)
+@pytest.mark.default("plain", "ltx")
 def test_a_parallel_model_compiled_as_a_whole_is_exact(
     run_ranks: RankPool, name: str, mode: str, backend: str, replay: bool
 ) -> None:
@@ -100,7 +100,6 @@ def _peers(rank: int, world: int) -> list[str]:
     return messages
 
 
-@pytest.mark.full
 def test_compiled_forwards_compare_peers(run_ranks: RankPool) -> None:
     for first, later in run_ranks(3, _peers, timeout_s=300):
         assert first.startswith("0 0 ")

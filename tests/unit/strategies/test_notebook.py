@@ -86,7 +86,6 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
         pass
 
 
-@pytest.mark.full
 def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: False)  # this process may have asked for GPUs
     with ready_to_launch("fork", LightningEnvironment(), on_gpus=True):
@@ -101,7 +100,6 @@ def test_gpus_that_a_fork_would_lose_are_an_error_before_the_fork(monkeypatch: p
         pass
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("given", [None, "4321"])
 def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -118,7 +116,6 @@ def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.default(1)
 def test_the_group_of_a_single_rank_is_left_before_a_launch(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "MASTER_PORT": "4321"})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
