@@ -24,8 +24,8 @@ with one process, relative to the largest value, in float64. Each is a tiny mode
 an odd number of tokens, and padding if it takes a mask, at the numbers of ranks in the heading. For another model,
 [write a plan](plans.md).
 
-The table is written by the next command, which today tries each mode of 4 or 6 ranks on some of the classes only; the
-figures below are from a run that tried all modes on all classes.
+The table is written by the next command. Today it tries grids, and other modes at more than 3 ranks but for unified, on
+a third of the classes; the figures below are from a run that tried all modes on all classes.
 
     LIGHTNING_CP_MODELS_TABLE=docs/models.md pytest -q -m "full or not full" tests/models/test_models.py
 """
