@@ -35,8 +35,7 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("lumina2", "ring", 3), ("latte", "ulysses", 3), ("cogview4", "ring", 3), ("ltx2", "ulysses", 3)),  # masks, times
     *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
-# every class in the modes of 3 ranks and with both degrees; its other inputs in one mode each; more ranks for a third of
-# the classes
+# every class in the modes of 3 ranks and with both degrees, its other inputs in one mode each; a third at more ranks
 _OTHERS = in_turn([name for name in TINY if name not in FIRST.values()], _AT_3[:3])
 _TRIALS: list[tuple[str, tuple[tuple[str, str], ...], int]] = [
     (name, ((name, mode),), world) for name, mode, world in _DEFAULT
