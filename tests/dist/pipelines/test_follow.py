@@ -492,7 +492,6 @@ def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
     return said, error_of(expected, _first(pipe(**_inputs(0))))
 
 
-@pytest.mark.full
 def test_after_ctrl_c_on_all_ranks_the_pipeline_can_be_made_parallel_again(run_ranks: RankPool) -> None:
     for (deep, pickled, unusable), error in run_ranks(3, _interrupted):
         assert deep == pickled

@@ -211,7 +211,6 @@ def _in_inference_mode(rank: int, world: int, name: str, settings: dict[str, Any
         return [_error(expected, _latents(pipe, name)) for _ in range(3)]
 
 
-@pytest.mark.full
 def test_inference_mode_changes_nothing(run_ranks: RankPool) -> None:
     """Lazy tensors get whole operators there: some views of them are copies."""
     trials = {"wan": {"pipe": 2, "patches": 2}, "ltx": {"pipe": 2}, "cogvideox": {"cfg": 2, "patches": 2}}
