@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,6 @@ from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.families.schedule import diffusion_facts, shift_facts
 from lightning_cp.pipeline_folder import index_file, read_index
 
-
-@dataclass(frozen=True)
-class _Widths:
-    """Names of the sizes in a transformer's config.
-
-    Args:
-        latents: key of the number of input channels, or of output channels if conditions are joined to the input.
-        packed: number of latents in a token: input channels = latent channels × packed.
-        text: key of the width of the text embeddings.
-        sound: key of the number of input channels of the sound; None: there is none.
-    """
-
-    latents: str
-    packed: int
-    text: str
-    sound: str | None = None
-
-
 _USUAL_WIDTH = 3072  # FLUX.1
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
 _GUIDANCE = {"guidance_embeds": "transformer", "control_guidance_embeds": "controlnet"}  # facts of these models
@@ -42,27 +23,6 @@ _OF_SCHEDULER = {  # fact -> the scheduler that states it, and how it is read
     "shift": ("scheduler", shift_facts),
     "schedule": ("scheduler", diffusion_facts),
     "sound_shift": ("audio_scheduler", shift_facts),
-}
-_WIDTHS = {
-    "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
-    "FluxControlNetModel": _Widths("in_channels", 4, "joint_attention_dim"),
-    "Flux2Transformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
-    "Krea2Transformer2DModel": _Widths("in_channels", 4, "text_hidden_dim"),
-    "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
-    "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
-    "QwenImageControlNetModel": _Widths("in_channels", 4, "joint_attention_dim"),
-    "ZImageTransformer2DModel": _Widths("in_channels", 1, "cap_feat_dim"),
-    "LTX2VideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels", sound="audio_in_channels"),
-    "LTXVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
-    "SanaTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
-    "SanaVideoTransformer3DModel": _Widths("in_channels", 1, "caption_channels"),
-    "PixArtTransformer2DModel": _Widths("in_channels", 1, "caption_channels"),
-    "MiniMaxH3Transformer3DModel": _Widths("in_channels", 1, "text_dim", sound="audio_in_channels"),
-    "WanVACETransformer3DModel": _Widths("out_channels", 1, "text_dim"),
-    "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
-    "HunyuanVideoTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
-    "HunyuanVideo15Transformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
-    "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
 }
 
 
@@ -73,31 +33,30 @@ def width_of(config: Mapping[str, Any]) -> int:
 
 
 def check_fits(
-    source: str, component: str, model: str, config: Mapping[str, Any], sample: Mapping[str, Tensor]
+    source: str, component: str, family: Family, config: Mapping[str, Any], sample: Mapping[str, Tensor]
 ) -> None:
-    """Compare a transformer's config with an encoded sample. Classes of other families are not checked.
+    """Compare a transformer's config with an encoded sample.
 
     Args:
         source: the pipeline, for errors.
         component: name of the transformer.
-        model: its class name.
+        family: its family, see `Family.widths`.
         config: its config.
         sample: stored tensors of a sample, "latents" as the VAE returns them: [channels, ...].
     Raises: FamilyError: the VAE or the text encoder belongs to another transformer.
     """
-    widths = _WIDTHS.get(model)
-    if widths is None:
+    if not family.widths:
         return
-    # LTX-2.3 has no layer that projects text to the width of the blocks
-    text = widths.text if config.get("use_prompt_embeddings", True) else "cross_attention_dim"
+    latents, text, *sound = family.widths
+    if not config.get("use_prompt_embeddings", True):  # LTX-2.3: no layer projects text to the width of the blocks
+        text = "cross_attention_dim"
     sizes = {
-        widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
+        latents: (sample["latents"].shape[0] * family.packed, "VAE", "latent channels"),
         text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
-    if widths.sound is not None:
-        channels, _, bins = sample["sound"].shape  # tokens of H3 have one channel
-        width = bins if model == "MiniMaxH3Transformer3DModel" else channels * bins
-        sizes[widths.sound] = (width, "audio VAE", "latents of sound of width")
+    for key in sound:
+        channels, _, bins = sample["sound"].shape
+        sizes[key] = (bins * (channels if family.packs_sound else 1), "audio VAE", "latents of sound of width")
     for key, (size, part, what) in sizes.items():
         if config.get(key, size) != size:
             raise FamilyError(

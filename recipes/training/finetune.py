@@ -320,10 +320,10 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
                 f"model.pretrained={source}: {component}/config.json has _class_name={settings.get('_class_name')!r}, "
                 "which is no class of diffusers"
             )
-        check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+        check_fits(source, component, family, settings, cache.sample(0))
     if family.components.side is not None:
         base = read_json(local_pipeline(source, "transformer", setting="model.pretrained") / "transformer/config.json")
-        check_fits(source, "transformer", str(base.get("_class_name")), base, cache.sample(0))
+        check_fits(source, "transformer", family, base, cache.sample(0))
     facts = pipeline_facts(folder, family.facts)
     replaced = [name for name in facts if config.objective.get(name) is not None]
     check_cache(cache.folder, family, cache.sample(0), source, facts, replaced)

@@ -182,6 +182,10 @@ class Family(ABC):
         pipelines: class names of the diffusers pipelines.
         components: components that each phase needs.
         takes_video: True if the VAE takes pixels with a frame dim, also for pictures.
+        widths: keys of the transformer's config with the number of input channels (or of output channels, if conditions
+            are joined to the input) and the widths of text and sound; empty: they are not checked.
+        packed: number of latents in a token: input channels = latent channels × packed.
+        packs_sound: True if a token of sound has all of its channels, False for one channel.
         lora_targets: default `target_modules` of a LoRA; empty: the transformer takes no adapters.
         outputs: how many of the transformer's outputs `prediction` takes: 1: the first itself; more: a tuple of them.
         entries, time_entry: names of the transformer's arguments that hold the noisy latents, and the time.
@@ -204,6 +208,9 @@ class Family(ABC):
     pipelines: ClassVar[tuple[str, ...]]
     components: ClassVar[Components]
     takes_video: ClassVar[bool] = False
+    widths: ClassVar[tuple[str, ...]] = ()
+    packed: ClassVar[int] = 1
+    packs_sound: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     outputs: ClassVar[int] = 1
     entries: ClassVar[tuple[str, ...]] = ("hidden_states",)

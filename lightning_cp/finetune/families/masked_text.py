@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -27,6 +27,7 @@ class MaskedText(Family):
     """One text, stored with its padding and the mask of it."""
 
     components = Components(text=("text_encoder", "tokenizer"))
+    widths: ClassVar[tuple[str, ...]] = ("in_channels", "caption_channels")
 
     @property
     @override

@@ -65,33 +65,35 @@ def test_facts_of_a_pipeline_are_read_from_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "latents", "text"),
+    ("name", "latents", "text"),
     [
-        ("SanaTransformer2DModel", "in_channels", "caption_channels"),
-        ("PixArtTransformer2DModel", "in_channels", "caption_channels"),
-        ("HunyuanVideoTransformer3DModel", "out_channels", "text_embed_dim"),
-        ("WanVACETransformer3DModel", "out_channels", "text_dim"),
-        ("HunyuanVideo15Transformer3DModel", "out_channels", "text_embed_dim"),
+        ("sana", "in_channels", "caption_channels"),
+        ("pixart_sigma", "in_channels", "caption_channels"),
+        ("hunyuan_video", "out_channels", "text_embed_dim"),
+        ("wan_vace", "out_channels", "text_dim"),
+        ("hunyuan_video15", "out_channels", "text_embed_dim"),
     ],
 )
-def test_widths_of_another_pipeline_are_named(model: str, latents: str, text: str) -> None:
-    check_fits("pipe", "transformer", model, {latents: 4, text: 6}, SAMPLE)
+def test_widths_of_another_pipeline_are_named(name: str, latents: str, text: str) -> None:
+    family = load_family(name, {})
+    check_fits("pipe", "transformer", family, {latents: 4, text: 6}, SAMPLE)
     with pytest.raises(FamilyError, match=f"VAE makes latent channels 4, but the transformer has {latents}=16"):
-        check_fits("pipe", "transformer", model, {latents: 16, text: 6}, SAMPLE)
+        check_fits("pipe", "transformer", family, {latents: 16, text: 6}, SAMPLE)
     with pytest.raises(FamilyError, match=f"text embeddings of width 6, but the transformer has {text}=8"):
-        check_fits("pipe", "transformer", model, {latents: 4, text: 8}, SAMPLE)
+        check_fits("pipe", "transformer", family, {latents: 4, text: 8}, SAMPLE)
 
 
-@pytest.mark.parametrize("model", ["FluxControlNetModel", "QwenImageControlNetModel"])
-def test_a_controlnet_of_other_widths_is_named(model: str) -> None:
+@pytest.mark.parametrize("name", ["flux_controlnet", "qwen_image_controlnet"])
+def test_a_controlnet_of_other_widths_is_named(name: str) -> None:
+    family = load_family(name, {})
     fits = {"in_channels": 16, "joint_attention_dim": 6}
-    check_fits("pipe", "controlnet", model, fits, SAMPLE)
+    check_fits("pipe", "controlnet", family, fits, SAMPLE)
     for key, message in (
         ("in_channels", "VAE makes latent channels 16, but the controlnet has in_channels=32"),
         ("joint_attention_dim", "text embeddings of width 6, but the controlnet has joint_attention_dim=32"),
     ):
         with pytest.raises(FamilyError, match=message):
-            check_fits("pipe", "controlnet", model, {**fits, key: 32}, SAMPLE)
+            check_fits("pipe", "controlnet", family, {**fits, key: 32}, SAMPLE)
 
 
 def test_facts_and_dtypes_that_fit_pass() -> None:
@@ -175,7 +177,7 @@ CLIP = {"latents": torch.ones(4, 3, 2, 3), "prompt_embeds": torch.ones(8, 16), "
     ],
 )
 def test_widths_of_a_clip_with_sound(config: dict[str, Any], message: str | None) -> None:
-    given = "pipe", "transformer", "LTX2VideoTransformer3DModel", {**LTX2, **config}, CLIP
+    given = "pipe", "transformer", load_family("ltx2", {}), {**LTX2, **config}, CLIP
     if message is None:
         check_fits(*given)
         return

@@ -20,6 +20,7 @@ class Flux(Pictures):
 
     name = "flux"
     pipelines = ("FluxPipeline",)
+    widths, packed = ("in_channels", "joint_attention_dim"), 4
     components = Components(text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 
     @classmethod

@@ -28,6 +28,7 @@ class Flux2(Pictures):
 
     name = "flux2"
     pipelines = ("Flux2Pipeline",)
+    widths, packed = ("in_channels", "joint_attention_dim"), 4
     components = Components(text=("text_encoder", "tokenizer"))
     lora_targets = (*Pictures.lora_targets, "to_qkv_mlp_proj", "to_out")  # fused layers of single blocks
     optional_reference = True

@@ -25,6 +25,7 @@ class Krea2(Pictures):
 
     name = "krea2"
     pipelines = ("Krea2Pipeline",)
+    widths, packed = ("in_channels", "text_hidden_dim"), 4
     components = Components(text=("text_encoder", "tokenizer"))
     takes_video = True
     lora_targets = (

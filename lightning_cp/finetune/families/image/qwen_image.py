@@ -20,6 +20,7 @@ class QwenImage(Pictures):
 
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
+    widths, packed = ("in_channels", "joint_attention_dim"), 4
     components = Components(text=("text_encoder", "tokenizer"))
     takes_video = True
     statistics = ("latents_mean", "latents_std")

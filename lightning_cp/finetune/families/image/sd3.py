@@ -19,6 +19,7 @@ class StableDiffusion3(Family):
 
     name = "sd3"
     pipelines = ("StableDiffusion3Pipeline",)
+    widths = ("in_channels", "joint_attention_dim")
     components = Components(
         text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
         optional=("text_encoder_3", "tokenizer_3"),

@@ -20,6 +20,7 @@ class ZImage(Pictures):
 
     name = "z_image"
     pipelines = ("ZImagePipeline",)
+    widths = ("in_channels", "cap_feat_dim")
     components = Components(text=("text_encoder", "tokenizer"))
     entries, time_entry = ("x",), "t"
     posterior = "mode"

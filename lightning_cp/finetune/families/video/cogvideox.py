@@ -23,6 +23,7 @@ class CogVideoX(Family):
 
     name = "cogvideox"
     pipelines = ("CogVideoXPipeline",)
+    widths = ("out_channels", "text_embed_dim")
     components = Components(text=("text_encoder", "tokenizer"))
     takes_video = True
 

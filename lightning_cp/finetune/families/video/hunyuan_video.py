@@ -22,6 +22,7 @@ class HunyuanVideo(Family):
 
     name = "hunyuan_video"
     pipelines = ("HunyuanVideoPipeline",)
+    widths = ("out_channels", "text_embed_dim")
     components = Components(text=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     takes_video = True
     lora_targets = (*Family.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")

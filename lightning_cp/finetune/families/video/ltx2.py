@@ -26,6 +26,7 @@ class LTX2(LTX):
 
     name = "ltx2"
     pipelines = ("LTX2Pipeline",)
+    widths = ("in_channels", "caption_channels", "audio_in_channels")
     components = Components(
         text=("text_encoder", "tokenizer", "connectors"),
         media=("vae", "audio_vae"),

@@ -30,6 +30,7 @@ class MiniMaxH3(Family):
 
     name = "minimax_h3"
     pipelines = ("MiniMaxH3ModularPipeline",)
+    widths, packs_sound = ("in_channels", "text_dim", "audio_in_channels"), False
     components = Components(text=("text_encoder", "tokenizer", "processor"), media=("vae", "audio_vae"))
     takes_video = True
     outputs = 2

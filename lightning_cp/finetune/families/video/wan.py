@@ -24,6 +24,7 @@ class Wan(Family):
 
     name = "wan"
     pipelines = ("WanPipeline",)
+    widths = ("out_channels", "text_dim")
     components = Components(text=("text_encoder", "tokenizer"), train=("transformer", "transformer_2"))
     takes_video = True
 
