@@ -21,8 +21,9 @@ from lightning_cp.recipes import terminal
 from lightning_cp.recipes.planning.settings import request_of
 from lightning_cp.recipes.runs.command import command
 from lightning_cp.recipes.runs.sweep import in_sweep
-from lightning_cp.recipes.settings.table import SettingsError
+from lightning_cp.recipes.settings.table import Setting, SettingsError
 from lightning_cp.recipes.terminal import print_error, printable, rich_text
+from lightning_cp.rules import Integer
 
 
 def run(config: DictConfig, folder: Path) -> int:
@@ -63,6 +64,7 @@ def run_calibration(config: DictConfig, folder: Path) -> int:
     try:
         if name not in ("auto", "cpu"):
             raise SettingsError(f"gpu={name}: calibrate=true measures this machine; use gpu=auto or gpu=cpu")
+        Setting("ranks", Integer(1)).check(config)
         result = calibrate(config.ranks, is_gpu=name == "auto" and Machine.this().gpus > 0, folder=folder)
     except SettingsError as error:
         print_error(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_cp.planning.dry_run import is_ours
 from lightning_cp.plans import registered_plan
 from lightning_cp.plans.example_inputs import ExampleInputs
 from lightning_cp.plans.examples import EXAMPLES
+from lightning_cp.rules import Integer, check_rules, ruled
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class PlannedModel:
 class MediaSize:
     """Media that a model is planned for. Attributes: height, width: pixels. text: tokens. batch: samples."""
 
-    height: int
-    width: int
-    frames: int = 1
-    text: int = 512
+    height: int = ruled(MISSING, Integer(1))
+    width: int = ruled(MISSING, Integer(1))
+    frames: int = ruled(1, Integer(1))
+    text: int = ruled(512, Integer(0))
     batch: int = 1
+
+    def __post_init__(self) -> None:
+        check_rules(self)
 
 
 def heads_of(config: Mapping[str, Any]) -> int | None:

@@ -36,8 +36,6 @@ def calibrate(ranks: int, *, is_gpu: bool, folder: Path) -> Path:
         SettingsError: there are not as many GPUs.
         RuntimeError: a rank failed.
     """
-    if not isinstance(ranks, int) or ranks < 1:
-        raise SettingsError(f"ranks={ranks} must be an integer of at least 1")
     if is_gpu and ranks > Machine.this().gpus:
         raise SettingsError(
             f"ranks={ranks} need a GPU each: there are {Machine.this().gpus} here; use fewer ranks, or gpu=cpu"

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.files import read_json
 from lightning_cp.launch.rank import load_target
 from lightning_cp.pipeline_folder import index_file, read_index
-from lightning_cp.recipes.settings.table import SettingsError
+from lightning_cp.recipes.settings.table import Setting, SettingsError
+from lightning_cp.rules import Integer, OneOf
 
 if TYPE_CHECKING:
     from lightning_cp.planning.devices import Device
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from lightning_cp.planning.search import Request
 
 _PRECISIONS = {"bf16-true": ("bfloat16", None), "bf16-mixed": ("float32", "bfloat16"), "32-true": ("float32", None)}
+_SETTINGS = (
+    Setting("rows", Integer(1)),
+    Setting("batch_size", Integer(1)),
+    Setting("precision", OneOf(("auto", *_PRECISIONS))),
+    Setting("guidance", OneOf(("auto", True, False))),
+)
 
 
 def request_of(config: DictConfig) -> Request:
@@ -39,14 +46,12 @@ def request_of(config: DictConfig) -> Request:
 
     if OmegaConf.is_missing(config, "model"):
         raise SettingsError("model=<name> must be set, see --help")
-    if not isinstance(config.rows, int) or config.rows < 1:
-        raise SettingsError(f"rows={config.rows} must be an integer of at least 1")
+    for setting in _SETTINGS:
+        setting.check(config)
     device = device_of(config.gpu)
     precision = config.precision
     if precision == "auto":
         precision = "32-true" if device.kind == "cpu" else "bf16-true"
-    if precision not in _PRECISIONS:
-        raise SettingsError(f"precision={precision} must be auto, {', '.join(_PRECISIONS)}")
     dtype, autocast = _PRECISIONS[precision]
     plan = None if config.plan is None else load_target(f"{config.plan}:plan")
     modules, uncounted = components_of(_components(config))
@@ -92,8 +97,6 @@ def model_of(config: DictConfig, compression: tuple[int, int] | None) -> Planned
         raise SettingsError(
             f"model={name} is no folder: nothing is downloaded; use a local folder, or the model's class"
         )
-    if config.guidance not in (True, False, "auto"):
-        raise SettingsError(f"guidance={config.guidance} must be true, false or auto")
     guided = None if config.guidance == "auto" else config.guidance
     model_config = {**values["config"], **_changed_entries(config, values["class"])}
     return diffusers_model(
@@ -113,9 +116,6 @@ def _size(config: DictConfig, usual: Mapping[str, int]) -> MediaSize:
 
     size = {"height": 1024, "width": 1024, **usual}
     size |= {key: config[key] for key in ("height", "width", "frames", "text") if config[key] is not None}
-    for key, value in (*size.items(), ("batch_size", config.batch_size)):
-        if not isinstance(value, int) or value < (0 if key == "text" else 1):
-            raise SettingsError(f"{key}={value} must be an integer of at least {0 if key == 'text' else 1}")
     return MediaSize(**size, batch=config.batch_size)
 
 
