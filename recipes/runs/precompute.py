@@ -6,6 +6,7 @@ Imports neither torch nor diffusers.
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,8 +40,11 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     check_values(config)
     for setting in _SETTINGS:
         setting.check(config)
-    if read(config, "precompute.clips") == "all" and not isinstance(read(config, "precompute.frames"), int):
-        raise SettingsError("precompute.clips=all needs the length of a clip: set precompute.frames to one number")
+    values: Any = OmegaConf.to_container(config.precompute, resolve=True)
+    try:
+        PrecomputeSettings(captions=read(config, "data.captions"), **values)
+    except ValueError as error:
+        raise SettingsError(f"precompute.{error}") from None
     folders, output = data_folders(config), Path(str(read(config, "output"))).absolute()
     _check_output([Path(folder["path"]) for folder in folders], output)
     vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
