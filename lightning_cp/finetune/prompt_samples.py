@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.pipeline import load_pipeline
 from lightning_cp.finetune.prompt_list import have_equal_work, sample_prompts_of
-from lightning_cp.finetune.side import called_by_pipeline, models_by_component
+from lightning_cp.finetune.side import called_by_pipeline, models_by_component, until_called
 from lightning_cp.nest import replace, tensors
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae
@@ -30,10 +30,6 @@ from lightning_cp.vae import parallelize_vae
 _PIXELS: Any = (Image.Image, Tensor, np.ndarray)
 _TRAINED = ("transformer", "controlnet")
 _MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
-
-
-class _EncodedError(Exception):
-    """Raised at the first call of a trained model, to end a pipeline's call after the text was encoded."""
 
 
 class RecordedPrompts:
@@ -61,9 +57,6 @@ class RecordedPrompts:
         modules = [x for name, x in all_modules.items() if not name.startswith(_TRAINED)]  # the VAE encodes pictures
         at = device if _fits(modules, device) else torch.device("cpu")
         with ExitStack() as stack:
-            for transformer in transformers:
-                hook = transformer.register_forward_pre_hook(_stop, prepend=True)
-                stack.callback(hook.remove)
             for module in modules:
                 module.to(at)
                 stack.callback(module.to, "cpu")
@@ -74,10 +67,8 @@ class RecordedPrompts:
                 module.forward = self._recording_module(name, module.forward)
                 stack.callback(module.__dict__.pop, "forward")
             for call in calls:
-                try:
+                with until_called(*transformers):  # the text is encoded then
                     pipe(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
-                except _EncodedError:
-                    continue
 
     def replay_in(self, pipe: Any, device: torch.device) -> None:
         """Make a pipeline's `encode_prompt` return the kept results, on a device."""
@@ -114,10 +105,6 @@ class RecordedPrompts:
 def _marks(values: Any) -> Any:
     """Keep the first channel of embeddings [b, length, channels], and all other values."""
     return replace(Tensor, lambda x: x[..., :1].clone() if x.dim() == 3 else x, values)
-
-
-def _stop(*_: object) -> NoReturn:
-    raise _EncodedError
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

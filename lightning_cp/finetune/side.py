@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -97,6 +97,25 @@ def called_by_pipeline(module: nn.Module) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
+
+
+class _CalledError(Exception):
+    """Raised at the first call of a model, to end the work before it."""
+
+
+@contextmanager
+def until_called(*models: nn.Module) -> Iterator[dict[str, Any]]:
+    """End the body at the first call of one of the models. Yields: a dict that receives the keyword arguments."""
+    arguments: dict[str, Any] = {}
+
+    def catch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments.update(kwargs)
+        raise _CalledError
+
+    with ExitStack() as stack, suppress(_CalledError):
+        for model in models:
+            stack.callback(model.register_forward_pre_hook(catch, prepend=True, with_kwargs=True).remove)
+        yield arguments
 
 
 def trained_model(module: nn.Module) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.finetune.adapters.lora import add_lora
 from lightning_cp.finetune.load import meta_transformer
 from lightning_cp.finetune.settings import LoraSettings
-from lightning_cp.finetune.side import freeze_base
+from lightning_cp.finetune.side import freeze_base, until_called
 from lightning_cp.mesh.degrees import AUTO
 from lightning_cp.planning.degrees import Degrees, choose_degrees, device_of, planned
 from lightning_cp.planning.devices import GB
@@ -128,29 +126,6 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the transformer for so many of the largest samples."""
     stored = setup.collate([setup.dataset[_largest(setup)[0]]] * samples)
-    with _catching_arguments(transformer) as arguments, torch.no_grad():
+    with until_called(transformer) as arguments, torch.no_grad():
         setup.objective.loss(module, setup.family, stored, step=0, first_index=0)
     return arguments
-
-
-class _ReachedError(Exception):
-    """The forward of the transformer begins."""
-
-
-@contextmanager
-def _catching_arguments(transformer: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield a dict that receives the arguments of the transformer's forward, which then ends the context."""
-    arguments: dict[str, Any] = {}
-
-    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert not args, "recipes name all arguments"
-        arguments.update(kwargs)
-        raise _ReachedError
-
-    hook = transformer.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        yield arguments
-    except _ReachedError:
-        pass
-    finally:
-        hook.remove()
