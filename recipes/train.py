@@ -58,8 +58,8 @@ def train(config: DictConfig) -> None:
         if config.export:
             denoiser: Any = run.state.module
             with run.state.average.swapped_in(denoiser):
-                save_pretrained(denoiser.transformer, run.folder.path / "transformer")
-                save_conditioning(denoiser, run.folder.path, writes=run.is_first)
+                save_pretrained(denoiser.transformer, run.folder / "transformer")
+                save_conditioning(denoiser, run.folder, writes=run.is_first)
             if run.is_first and type(denoiser) in (WanDenoiser, FluxDenoiser):
                 trained = TrainedDenoiser(
                     denoiser=type(denoiser).__name__,
@@ -72,9 +72,9 @@ def train(config: DictConfig) -> None:
                     num_inference_steps=settings.num_steps,
                     guidance_scale=settings.guidance,
                 )
-                trained.write(run.folder.path)
+                trained.write(run.folder)
         if run.is_first:
-            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            draw_loss_curve(run.folder / "metrics.csv", run.folder / "loss.png")
             summarise_training(config, run, recognised=recognised, seconds=time.perf_counter() - started)
 
     fit_model(config, FromScratch.of, after_step=draw_sometimes, at_end=finish)
@@ -100,9 +100,9 @@ def fine_tune(config: DictConfig) -> None:
         trained = components_of(config)[0] if config.lora is None else "lora"
         if pictures is not None:
             pictures.make(run, "final")
-            on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))
+            on_rank_zero(partial(pictures.add_to_card, run, run.folder / trained))
         if run.is_first:
-            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            draw_loss_curve(run.folder / "metrics.csv", run.folder / "loss.png")
             summarise_training(config, run, seconds=time.perf_counter() - started)
 
     fit_model(config, FineTune.of, after_step=draw_sometimes, at_end=finish)
@@ -126,8 +126,8 @@ def summarise_training(config: DictConfig, run: Any, *, seconds: float, recognis
         print(f"{state.skipped} of these steps were skipped, because their loss or gradient was not finite.")
     if recognised is not None:
         print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
-    print(printable(run.folder.path))
-    results = [f"{name}/" for name in _RESULTS if any(run.folder.path.glob(f"{name}/*"))]
+    print(printable(run.folder))
+    results = [f"{name}/" for name in _RESULTS if any(run.folder.glob(f"{name}/*"))]
     print("  " + "  ".join([*results, "loss.png", "metrics.csv", "checkpoints/", ".hydra/"]), flush=True)
 
 

@@ -75,7 +75,7 @@ class PromptPictures:
     def add_to_card(self, run: Run, folder: Path) -> None:
         """Copy the last pictures into the folder of the trained weights, and show them in the model card there."""
         with writing_new(folder / "samples.png") as path:
-            shutil.copyfile(run.folder.samples / "final.png", path)
+            shutil.copyfile(run.folder / "samples" / "final.png", path)
         prompts = [
             f"{number}. {prompt.text}"
             for number, prompt in enumerate(sample_prompts_of(_plain(self._config.sampling.prompts)), 1)
@@ -100,10 +100,10 @@ class PromptPictures:
 
     def _write(self, run: Run, name: str, samples: Sequence[Tensor]) -> None:
         """Write the files on the first rank, and log one picture of all samples. Call it on every rank."""
-        album = Album(run.folder.samples / name, fps=self._config.sampling.fps)
+        album = Album(run.folder / "samples" / name, fps=self._config.sampling.fps)
         for number, sample in enumerate(samples if run.is_first else ()):  # [c, h, w] or [c, f, h, w]
             album.add(number, sample.movedim(0, -1))
-        sheet = run.folder.samples / f"{name}.png"
+        sheet = run.folder / "samples" / f"{name}.png"
         album.draw_sheet(sheet)
         logger = getattr(run, "logger", None)  # on the first rank only
         if logger is not None:
@@ -127,7 +127,7 @@ def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:
 
     Arguments that it does not take are left out: some pipelines choose height and width by a picture.
     """
-    folder = config.data.path if config.data.kind == "latents" else run.folder.path / "latents"
+    folder = config.data.path if config.data.kind == "latents" else run.folder / "latents"
     sizes = Counter((row.frames, row.height, row.width) for row in LatentCache(folder).rows)
     (frames, height, width), _ = sizes.most_common(1)[0]
     size = {"height": height, "width": width, **({} if frames == 1 else {"num_frames": frames})}

@@ -105,5 +105,5 @@ class SamplePictures:
                 recognition = recognise_digits(drawn.pixels, drawn.labels)
                 fraction, predicted = recognition.fraction, recognition.predicted
                 title += f": {fraction:.0%} of {len(drawn.labels)} samples recognised"
-            draw_grid(drawn.pixels, drawn.labels, predicted, run.folder.samples / f"{name}.png", title=title)
+            draw_grid(drawn.pixels, drawn.labels, predicted, run.folder / "samples" / f"{name}.png", title=title)
         return float(run.ranks.broadcast(torch.tensor(fraction))) if self.digits else None

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
 
+from lightning_cp.checkpoint.folder import checkpoint_path
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import diffusers_model_of, on_rank_zero
@@ -202,25 +203,25 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module):
             loss = run.tuning.validate(run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                run.tuning.export(run.folder.path / BEST)
+                run.tuning.export(run.folder / BEST)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def export(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            run.tuning.export(run.folder.saved(run.state.step))
+            run.tuning.export(checkpoint_path(run.folder / "saved", run.state.step))
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            folder = run.tuning.export(run.folder.path)
+            folder = run.tuning.export(run.folder)
         on_rank_zero(lambda: self._card(run).write(folder))
 
     def _card(self, run: Run) -> ModelCard:
         config, rows = self.config, self.cache.rows
         sizes = Counter((row.frames, row.height, row.width) for row in rows)
-        overrides = run.folder.path / ".hydra" / "overrides.yaml"
+        overrides = run.folder / ".hydra" / "overrides.yaml"
         words: Any = OmegaConf.to_container(OmegaConf.load(overrides)) if overrides.is_file() else []
         held_out = 0 if self.held_out is None else len(self.held_out)
         return ModelCard(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import profile
@@ -140,26 +141,6 @@ class Watcher(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """Settings of the training loop: length, learning rate, checkpoints.
-
-    Args:
-        max_steps: total number of steps, including steps before a resume.
-        schedule: factor of the learning rate of each parameter group by step.
-        checkpoint_every: steps between checkpoints; a checkpoint is also written after the last step.
-        tokens: tokens per sample, for tokens/s.
-        save_every: steps between exports of the trained weights, which are also written when the run is stopped; None:
-            no exports.
-    """
-
-    max_steps: int
-    schedule: Schedule
-    checkpoint_every: int
-    tokens: int
-    save_every: int | None = None
-
-
 class Steps:
     """Everything around the optimizer step: learning rate, clipping, EMA, reports, checkpoints, stop requests.
 
@@ -168,22 +149,26 @@ class Steps:
 
     Args:
         run: the run; its state is updated at every step.
-        settings: loop settings.
+        config: the run's settings, of which `max_steps`, `checkpoint_every` and `save_every` are read.
         writer: writes the run's checkpoints.
+        schedule: factor of the learning rate of each parameter group by step.
+        tokens: tokens per sample, for tokens/s.
         trace: profiler trace of one step; may be disabled.
         guard: handles steps with a non-finite loss or gradient.
         watchers: called with the report of every step, on the first rank.
         validate: called after every step, on every rank; returns the validation loss if it is due.
-        export: writes the trained weights, on every rank; see `LoopSettings.save_every`.
+        export: writes the trained weights, on every rank, every `save_every` steps and when the run is stopped.
         after_step: called after every step, on every rank.
     """
 
     def __init__(
         self,
         run: Run,
-        settings: LoopSettings,
+        config: DictConfig,
         writer: CheckpointWriter,
         *,
+        schedule: Schedule,
+        tokens: int,
         trace: StepTrace,
         guard: StepGuard,
         watchers: Sequence[Watcher] = (),
@@ -191,7 +176,8 @@ class Steps:
         export: Callable[[Run], None] = lambda _: None,
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
-        self._run, self._settings, self._writer = run, settings, writer
+        self._run, self._config, self._writer = run, config, writer
+        self._schedule, self._tokens = schedule, tokens
         self._trace, self._guard, self._watchers = trace, guard, watchers
         self._validate, self._export, self._after_step = validate, export, after_step
         self._groups = run.state.optimizer.param_groups
@@ -204,12 +190,12 @@ class Steps:
     @property
     def are_done(self) -> bool:
         """Return True once `max_steps` is reached."""
-        return self._run.state.step >= self._settings.max_steps
+        return bool(self._run.state.step >= self._config.max_steps)
 
     def begin(self) -> None:
         """Set the learning rate and start the trace. Call it before the forward."""
         self._trace.begin(self._run.state.step + 1)
-        factor = self._settings.schedule.factor(self._run.state.step + 1)
+        factor = self._schedule.factor(self._run.state.step + 1)
         for group, rate in zip(self._groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self._sums = []
@@ -263,8 +249,8 @@ class Steps:
             state.skipped += 1
         self._report()
         self._trace.end()  # the trace leaves out what follows: it does not run in every step
-        every = self._settings.save_every
-        saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
+        every = self._config.get("save_every")
+        saves = bool(number) or self.are_done or state.step % self._config.checkpoint_every == 0
         exports = every is not None and (bool(number) or state.step % every == 0)
         self._save(checkpoint=saves, export=exports)
         if number or self.are_done:
@@ -304,7 +290,7 @@ class Steps:
             self._run.state.step += 1
             self._report()
         self._writer.wait()
-        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.path))}") from None
+        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder))}") from None
 
     def _locate_nonfinite(self, loss: Tensor) -> str:
         """Name the ranks with a non-finite loss or, if there are none, the parameters with a non-finite gradient.
@@ -314,8 +300,8 @@ class Steps:
         run = self._run
         if not math.isfinite(self._loss):
             return find_ranks(loss, run.ranks)
-        named = ((n, [] if x.grad is None else [x.grad]) for n, x in run.state.module.named_parameters())
-        nonfinite = find_nonfinite(named, run.ranks)
+        gradients = ((n, [] if x.grad is None else [x.grad]) for n, x in run.state.module.named_parameters())
+        nonfinite = find_nonfinite(gradients, run.ranks)
         return f", of {shorten(nonfinite)}" if nonfinite else ", because finite gradients are too large for it"
 
     def _complete(self) -> None:
@@ -326,7 +312,7 @@ class Steps:
         state, before = self._run.state, self._ended
         self._ended = time.perf_counter()
         seconds = self._ended - before
-        tokens = state.sampler.batch_size * self._settings.tokens
+        tokens = state.sampler.batch_size * self._tokens
         rate = self._groups[0]["lr"]
         measured_loss = self._validate(self._run)
         val_loss = math.nan if measured_loss is None else measured_loss

@@ -13,7 +13,6 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 
 from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.folder import checkpoint_path
 from lightning_cp.comm.background import numbers_on
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
@@ -23,53 +22,19 @@ from lightning_cp.training.ranks import DataShard, Ranks
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """The output folder of a run, the same on all ranks."""
-
-    path: Path
-
-    @property
-    def metrics(self) -> Path:
-        """Path of metrics.csv: one row per logged step."""
-        return self.path / "metrics.csv"
-
-    @property
-    def loss_curve(self) -> Path:
-        """Path of the loss plot, drawn from the metrics."""
-        return self.path / "loss.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints `step_<n>`."""
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of sample pictures."""
-        return self.path / "samples"
-
-    def saved(self, step: int) -> Path:
-        """Return the folder of the weights that are exported after a step."""
-        return checkpoint_path(self.path / "saved", step)
-
-    def trace(self, rank: int) -> Path:
-        """Return the path of a rank's profiler trace of one step."""
-        return self.path / "trace" / f"rank_{rank}.json"
-
-
-@dataclass(frozen=True)
 class Run:
     """The parts of a run on this rank.
 
     Args:
         tuning: the module with the run's loss, validation and export.
+        folder: the output folder of the run, the same on all ranks.
         logger: Lightning's logger of the settings, on global rank 0; None: none.
     """
 
     ranks: Ranks
     state: TrainState
     tuning: FineTuning
-    folder: RunFolder
+    folder: Path
     data_shard: DataShard
     request: StopRequest
     logger: Any = None
@@ -106,19 +71,18 @@ class Run:
         return Stopped(f"stopped by {name} after step {step}, {outcome}", number)
 
 
-def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
+def open_run_folder(ranks: Ranks, path: str) -> Path:
     """Use the first rank's folder on all ranks, and create its subfolders.
 
     Under a launcher each rank may have created a folder with another name; it is removed if empty.
     """
-    chosen = Path(ranks.broadcast(path))
-    if chosen.resolve() != Path(path).resolve():
+    folder = Path(ranks.broadcast(path))
+    if folder.resolve() != Path(path).resolve():
         with suppress(OSError):
             Path(path).rmdir()
-    folder = RunFolder(chosen)
     if ranks.is_global_zero:
-        folder.samples.mkdir(parents=True, exist_ok=True)
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        for name in ("samples", "checkpoints"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -28,9 +28,9 @@ from lightning_cp.finetune.objectives import Objective
 from lightning_cp.launch.channel import StopRequest
 from lightning_cp.recipes.settings.world import shards_weights
 from lightning_cp.recipes.terminal import printable
-from lightning_cp.recipes.training.loop import LoopSettings, Schedule, Steps, StepTrace, Watcher
+from lightning_cp.recipes.training.loop import Schedule, Steps, StepTrace, Watcher
 from lightning_cp.recipes.training.records import LoggedMetrics, MetricsFile, ProgressBar
-from lightning_cp.recipes.training.run import Run, RunFolder, check_same_checkpoint, open_run_folder
+from lightning_cp.recipes.training.run import Run, check_same_checkpoint, open_run_folder
 from lightning_cp.recipes.training.state import TrainState
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
@@ -174,39 +174,33 @@ class TrainingSetup(ABC):
         Args: scaler: gradient scaler of precision 16-mixed.
         """
         config = self.config
-        settings = LoopSettings(
-            max_steps=config.max_steps,
-            schedule=Schedule(
-                config.lr_schedule, config.warmup_steps, config.lr_steps or config.max_steps, config.lr_cycles
-            ),
-            checkpoint_every=config.checkpoint_every,
-            tokens=self.tokens,
-            save_every=config.get("save_every"),
-        )
+        lr_steps = config.lr_steps or config.max_steps
         watchers: list[Watcher] = []
         if run.is_first:
             step = run.state.step
-            resumed = None if config.resume is None else RunFolder(Path(config.resume).parents[1]).metrics
-            metrics = MetricsFile(run.folder.metrics, resumed_at=step, resumed=resumed, every=config.log_every)
+            resumed = None if config.resume is None else Path(config.resume).parents[1] / "metrics.csv"
+            metrics = MetricsFile(run.folder / "metrics.csv", resumed_at=step, resumed=resumed, every=config.log_every)
             watchers.append(stack.enter_context(metrics))
             if run.logger is not None:
                 watchers.append(stack.enter_context(LoggedMetrics(run.logger, every=config.log_every)))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(
-            run.folder.checkpoints,
+            run.folder / "checkpoints",
             in_background=config.checkpoint_async,
             keep=config.keep_checkpoints,
         )
-        trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
+        trace = StepTrace(config.trace_step, run.folder / "trace" / f"rank_{run.ranks.global_rank}.json")
         open_writer = stack.enter_context(writer)
         if after_step is not None and run.state.step == 0:
             after_step(run)
         guard = StepGuard(config.on_nonfinite, scaler)
         return Steps(
             run,
-            settings,
+            config,
             open_writer,
+            schedule=Schedule(config.lr_schedule, config.warmup_steps, lr_steps, config.lr_cycles),
+            tokens=self.tokens,
             trace=trace,
             guard=guard,
             watchers=watchers,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -18,8 +19,8 @@ from lightning_cp.checkpoint.store import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.channel import Stopped, StopRequest
-from lightning_cp.recipes.training.loop import LoopSettings, Schedule, StepReport, Steps, StepTrace
-from lightning_cp.recipes.training.run import Run, RunFolder
+from lightning_cp.recipes.training.loop import Schedule, StepReport, Steps, StepTrace
+from lightning_cp.recipes.training.run import Run
 from lightning_cp.recipes.training.state import TrainState
 from lightning_cp.training import WeightAverage
 from lightning_cp.training.finite import MOST_SKIPPED_IN_A_ROW, StepGuard, find_nonfinite
@@ -57,13 +58,15 @@ class Loop:
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
         tuning: Any = None  # only for validation and export
-        run = Run(SINGLE_RANK, self.state, tuning, RunFolder(folder), DataShard(0, 1), self.request)
+        run = Run(SINGLE_RANK, self.state, tuning, folder, DataShard(0, 1), self.request)
         self.reports: list[StepReport] = []
         watcher: Any = SimpleNamespace(watch=self.reports.append)
         self.steps = Steps(
             run,
-            LoopSettings(1000, schedule, checkpoint_every, 64),
+            OmegaConf.create({"max_steps": 1000, "checkpoint_every": checkpoint_every}),
             CheckpointWriter(folder / "checkpoints", keep=2),
+            schedule=schedule,
+            tokens=64,
             trace=StepTrace(None, folder),
             guard=StepGuard(on_nonfinite, scaler),
             watchers=[watcher],
@@ -98,8 +101,9 @@ class Loop:
 
 
 def test_each_parameter_group_keeps_its_own_rate(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, schedule=Schedule("cosine", 2, 6), rates=(0.1, 1.6))
-    factors = [loop.steps._settings.schedule.factor(step) for step in range(1, 7)]
+    schedule = Schedule("cosine", 2, 6)
+    loop = Loop(tmp_path, schedule=schedule, rates=(0.1, 1.6))
+    factors = [schedule.factor(step) for step in range(1, 7)]
     found = []
     for _ in factors:
         loop.step()
