@@ -82,8 +82,7 @@ def shorten(model: nn.Module, paths: Sequence[str], *, margin: int | None) -> Sh
             repeats[blocks[margin]] = len(blocks) - 2 * margin
         else:
             repeats |= dict.fromkeys(blocks, 1)
-    named = ((inner, *item) for inner in model.modules() for item in inner.named_parameters(recurse=False))
-    weights = {x: (removed.get(inner, inner), name) for inner, name, x in named}
+    weights = {x: (removed.get(m, m), name) for m in model.modules() for name, x in m.named_parameters(recurse=False)}
     for where in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         parent, _, name = where.rpartition(".")
         blocks_left = [x for x in submodule(model, where).children() if x not in removed]

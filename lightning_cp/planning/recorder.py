@@ -283,8 +283,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         a, b = (args[index] for index in _PRODUCTS[name])
         return int(2 * a.numel() * b.shape[-1])
     if "attention" in name:
-        named = dict(zip((x.name for x in schema_of(func).arguments), args, strict=False)) | {**kwargs}
-        return _attention(name, args, is_causal=named.get("is_causal") is True)
+        arguments = dict(zip((x.name for x in schema_of(func).arguments), args, strict=False)) | {**kwargs}
+        return _attention(name, args, is_causal=arguments.get("is_causal") is True)
     if name == "convolution":
         x, weight, *_ = args
         kernel = prod(weight.shape[1:])

@@ -193,11 +193,9 @@ def _run(
 
 def links_of(groups: MeshGroups) -> dict[dist.ProcessGroup, str]:
     """Return the names of communicators; of groups with several names the first."""
-    named = {"ring": groups.ring, "ulysses": groups.ulysses, "context": groups.context}
-    named |= {"row": groups.row, "column": groups.column}
     links: dict[dist.ProcessGroup, str] = {}
-    for name, group in named.items():
-        if group is not None:
+    for name in ("ring", "ulysses", "context", "row", "column"):
+        if (group := getattr(groups, name)) is not None:
             links.setdefault(group, name)
     return links
 

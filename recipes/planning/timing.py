@@ -103,6 +103,6 @@ def machine_name() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
     info = Path("/proc/cpuinfo")
-    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.is_file() else []
-    name = named[0].split(":", 1)[1].strip() if named else platform.processor()
+    lines = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.is_file() else []
+    name = lines[0].split(":", 1)[1].strip() if lines else platform.processor()
     return f"{os.cpu_count()} cores of {name}, torch {torch.__version__}"

@@ -161,6 +161,7 @@ def _forget_encoded(config: DictConfig) -> None:
 def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:
     if env is None or result.failure is None or not only_this_rank_failed():
         return result
+    # rank 0, perhaps on another node, may have no error
     message = f"{result.failure.message} (rank {env.rank})"
     return replace(result, failure=replace(result.failure, rank=env.rank, message=message))
 

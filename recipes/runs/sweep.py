@@ -179,7 +179,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
-    named = {outcome.job: settings for outcome, settings in zip(outcomes, differing(outcomes), strict=True)}
+    by_job = {outcome.job: settings for outcome, settings in zip(outcomes, differing(outcomes), strict=True)}
     trained = [outcome for outcome in outcomes if outcome.steps]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -188,7 +188,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     for i, outcome in enumerate(trained):
         rows = list(read_metric_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
+        label = f"{outcome.job}: {shorten(by_job[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         label += " (failed)" if outcome.status is Status.FAILED else " (best)" if outcome is best else ""
         color, style = f"C{i % 10}", ("-", "--", "-.", ":")[(i + i // 10) % 4]  # equal curves overlap
         width, order = (2.6, 3) if outcome is best else (1.2, 2)

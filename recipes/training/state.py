@@ -126,8 +126,8 @@ class TrainState:
 
     def _without_optimizer_state(self) -> list[str]:
         """Return the trained weights that have had no gradient yet, such as the last text layers of QwenImage."""
-        state, named = self.bare_optimizer.state, self.module.named_parameters()
-        return [name for name, x in named if x.requires_grad and not state.get(x)]
+        state, parameters = self.bare_optimizer.state, self.module.named_parameters()
+        return [name for name, x in parameters if x.requires_grad and not state.get(x)]
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Leave out frozen weights; quanto stores several tensors of a quantised one, under longer names."""

@@ -87,8 +87,8 @@ def call(
     """
     pixels = media["pixels"]
     parameters = inspect.signature(pipe.__call__).parameters  # some choose height and width by a picture
-    named = zip(("num_frames", "height", "width"), pixels.shape[2:], strict=True)
-    sizes: dict[str, Any] = {name: size for name, size in named if name in parameters}
+    lengths = zip(("num_frames", "height", "width"), pixels.shape[2:], strict=True)
+    sizes: dict[str, Any] = {name: size for name, size in lengths if name in parameters}
     texts: dict[str, Any] = {"prompt": list(captions)}
     texts |= {name: list(x) for name, x in settings.items() if name == "negative_prompt"}
     if family.one_prompt:

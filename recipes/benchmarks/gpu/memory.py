@@ -151,8 +151,8 @@ def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int
     total = PartialAttention(part.out.to(sizes.merge_dtype, copy=True), part.lse.clone())
     backward()
     merging()
-    results = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
-    workspaces = [peak_bytes(step, device) - held for step, held in zip((forward, backward), results, strict=True)]
+    result_bytes = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
+    workspaces = [peak_bytes(step, device) - size for step, size in zip((forward, backward), result_bytes, strict=True)]
     if name == "ring alltoall":
         workspaces[0] = max(workspaces[0], peak_bytes(merging, device))
     return max(0, workspaces[0]), max(0, workspaces[1])
