@@ -21,7 +21,7 @@ from tests.models.wan import wan
 from tests.pipelines import PIPES
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
-STEPS, WARM_UP, LIMIT_MB = 2000, 500, 5
+STEPS, WARM_UP, LIMIT_MB = 750, 250, 5
 _Step = Callable[[dict[str, Tensor]], object]
 
 

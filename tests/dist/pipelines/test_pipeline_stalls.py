@@ -81,50 +81,6 @@ def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(
     assert not any(is_reported for _, is_reported in reports)
 
 
-def _stalls_of_groups(rank: int, world: int, folder: str) -> tuple[list[str], list[str]]:
-    """Two data groups. Return the reports while only that of rank 0 makes calls, and those of a stall in the other."""
-    pipe = _parallel(2, stall_s=AFTER_S)
-    messages, step = _reports(rank, folder), pipe.scheduler.step
-    watch: Any = current_watch()
-    idle = list[str]()
-
-    def nap(*args: Any, **kwargs: Any) -> Any:
-        while rank == 3 and not Path(folder, "2").exists():
-            time.sleep(0.05)
-        return step(*args, **kwargs)
-
-    def note_idle() -> None:
-        idle.extend(messages)
-        pipe.scheduler.step = nap
-
-    pipe.note_idle = note_idle
-
-    def loop(leader: Leader) -> None:
-        until = watch._beats + 10
-        while watch._beats < until:
-            leader(**SMALL)
-        leader.method("note_idle")
-        inside, done = threading.Event(), threading.Event()
-        wait = lambda *_: inside.set() or (done.wait() and {})  # noqa: E731  # in rank 0's data group
-        thread = threading.Thread(target=lambda: leader(**SMALL, callback_on_step_end=wait))
-        thread.start()
-        inside.wait()
-        leader(**SMALL)
-        done.set()
-        thread.join()
-
-    follow(pipe, loop)
-    return idle, messages[len(idle) :]
-
-
-@pytest.mark.full
-def test_an_idle_data_group_is_not_reported_and_a_stalled_one_is(run_ranks: RankPool, tmp_path: Path) -> None:
-    reports = run_ranks(4, _stalls_of_groups, str(tmp_path))
-    for idle, _ in reports[2:]:
-        assert idle == []
-    assert any("rank 2 waits in" in text for text in reports[2][1]), reports[2]
-
-
 def _watches(rank: int, world: int) -> list[object]:
     unwatched = _parallel(world, stall_s=None)
     seen: list[object] = [current_watch()]
