@@ -1,7 +1,7 @@
 """Convert archives to a folder of pictures and videos with captions, which `data.path` reads.
 
 Archives are .tar files of webdataset (0.jpg with 0.txt or 0.json, and 0.mask.png, 0.reference.png), or .parquet files
-with the bytes of the media, as on the Hugging Face Hub. The files of the folder have numbers, not the archives' names.
+with the bytes of the media, as on the Hugging Face Hub. The names of the written files depend on their contents only.
 """
 
 import argparse
@@ -9,17 +9,18 @@ import sys
 from pathlib import Path
 
 from lightning_cp.errors import DataError
-from lightning_cp.finetune.media.archives import convert_archives
 from lightning_cp.recipes.terminal import print_error
 
 
 def main() -> int:
     """Convert what the command line names. Returns: the exit code."""
     parser = argparse.ArgumentParser(prog="lightning-cp convert", description=__doc__)
-    parser.add_argument("archives", nargs="+", help="archives of one kind, or patterns such as 'shards/*.tar'")
+    parser.add_argument("archives", nargs="+", help="archives, or patterns such as 'shards/*.tar'")
     parser.add_argument("target", type=Path, help="new folder")
-    parser.add_argument("--caption", help="column with the captions; else caption, captions, text or txt")
+    parser.add_argument("--caption", help="column with the captions; else txt, caption, captions or text")
     given = parser.parse_args()
+    from lightning_cp.finetune.media.archives import convert_archives  # imports torch, which --help does not need
+
     try:
         samples = convert_archives(given.archives, given.target, given.caption)
     except DataError as error:

@@ -6,6 +6,7 @@ The recipes read the rules of these settings too, and check them before anything
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
@@ -109,7 +110,7 @@ class LoraSettings:
 class _MediaPath(Text):
     @override
     def passes(self, value: Any) -> bool:
-        return super().passes(value) and not value.lower().endswith(ARCHIVES)
+        return super().passes(value) and (not value.lower().endswith(ARCHIVES) or os.path.isdir(value))
 
     @override
     def describe(self) -> str:

@@ -1,30 +1,41 @@
-"""Convert archives to a folder of media: tar files of webdataset, and parquet files with the bytes of pictures."""
+"""Convert archives to a folder of media: tar files of webdataset, and parquet files with the bytes of media."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import json
 import os
+import re
+import shutil
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from lightning_cp.compat.versions import needs
 from lightning_cp.errors import DataError
-from lightning_cp.files import check_links, check_regular
+from lightning_cp.files import check_links, check_regular, open_regular, parse_json
+from lightning_cp.finetune.media.limits import CAPTION_BYTES
 from lightning_cp.finetune.media.source import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from lightning_cp.finetune.media.table import METADATA
+from lightning_cp.finetune.media.table import METADATA, captions_of, entry_of, lines_of
 from lightning_cp.finetune.settings import ARCHIVES
 
-_CAPTIONS = ("caption", "captions", "text", "txt")
+_CAPTIONS = ("txt", "caption", "captions", "text")
 _ATTACHED = ("reference", "mask")
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # of bytes without a name; Pillow reads others by programs
-_KEPT = ("repeats", "start_s", "end_s", "start_frame", "frames")  # other columns of a table, see docs/precompute.md
+_KEPT = ("caption", "repeats", "start_s", "end_s", "start_frame", "frames")  # columns, see docs/precompute.md
+_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+_MEDIA = rf"((?P<kind>[^/]*)\.)?({'|'.join(x[1:] for x in _SUFFIXES)})"
+_USED = re.compile(rf"(?P<sample>(.*/)?[^./]+)\.((?P<text>txt|json)|{_MEDIA})", re.IGNORECASE | re.DOTALL)
+_BRANDS = (b"ftyp3gp", b"ftypM4V", b"ftypMSNV", b"ftypavc1", b"ftypdash", b"ftypiso", b"ftypmp4", b"ftypqt")
+_STARTS = (  # of media without a name: where, what, suffix; pictures in HEIC have other brands
+    *((0, b"\xff\xd8\xff", ".jpg"), (0, b"\x89PNG", ".png"), (0, b"GIF8", ".gif"), (0, b"BM", ".bmp")),
+    *((0, (b"II*\0", b"MM\0*"), ".tif"), (8, b"WEBP", ".webp"), (4, b"ftypavi", ".avif"), (4, _BRANDS, ".mp4")),
+)
+_Rows = Iterator[tuple[str, dict[str, Any]]]  # names of samples, and columns: media are pairs (open file, suffix)
 
 
 def convert_archives(archives: Sequence[str], target: Path, caption: str | None = None) -> int:
@@ -32,12 +43,15 @@ def convert_archives(archives: Sequence[str], target: Path, caption: str | None 
 
     Args: archives: paths or patterns. caption: column, or key of JSON files, with the captions; None: the usual ones.
     Returns: the number of samples.
-    Raises: DataError: an archive is damaged, a sample has no picture or video, the target exists, or the disk is full.
+    Raises: DataError: an archive is damaged, a sample cannot be used, the target exists, or the disk is full.
     """
-    files = [file for named in archives for file in sorted(glob.glob(named)) or [named]]
-    kinds, number = {PurePath(file).suffix.lower() for file in files}, -1
-    if len(kinds) != 1 or not kinds <= set(ARCHIVES):
-        raise DataError(f"{', '.join(files)} must be {' or '.join(ARCHIVES)} files, all of one kind")
+    files, names = list[str](), Counter[str]()
+    for named in archives:
+        found = [named] if os.path.lexists(named) else sorted(glob.glob(named))
+        for file in found or ["no file"]:
+            if not file.lower().endswith(ARCHIVES):
+                raise DataError(f"{named} names {file}: expected {' or '.join(ARCHIVES)} files")
+        files += found
     if os.path.lexists(target):
         raise DataError(f"{target} exists: name a new folder")
     try:
@@ -47,85 +61,96 @@ def convert_archives(archives: Sequence[str], target: Path, caption: str | None 
             folder = Path(scratch, "media")
             folder.mkdir()
             with (folder / METADATA[0]).open("w", encoding="utf-8") as table:
-                for number, row in enumerate(_rows(files, kinds.pop(), cache=f"{scratch}/cache")):
-                    table.write(json.dumps(_written(folder, number, row, caption)) + "\n")
-            if number < 0:
-                raise DataError(f"{files[0]} has no samples")
+                for file in files:
+                    for where, row in (_tar if file.lower().endswith(".tar") else _parquet)(file):
+                        written = _written(folder, f"{file}, {where}", row, caption=caption, names=names)
+                        table.write(json.dumps(written) + "\n")
+            if not names:
+                raise DataError(f"{file} has no samples")
             folder.rename(target)
     except DataError:
         raise
-    except Exception as error:  # of datasets, pyarrow, tarfile, PIL or the disk
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise DataError(f"{', '.join(files)} cannot be converted to {target}: {reason}") from error
-    return number + 1
+    except Exception as error:  # of datasets, pyarrow, tarfile or the disk
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{file} cannot be converted to {target}: {reason}") from error
+    return names.total()
 
 
-def _rows(files: Sequence[str], kind: str, *, cache: str) -> Iterator[dict[str, Any]]:
-    """Yield the samples. Media are not decoded: they have the keys `bytes` and `path`."""
+def _written(folder: Path, where: str, row: dict[str, Any], *, caption: str | None, names: Counter[str]) -> Any:
+    """Write the media of a sample, and return its row of the table. Args: names: how many samples have each name."""
+    media = {x: value for x, value in row.items() if isinstance(value, tuple)}
+    named: list[str] = [x for x in ("image", "video") if x in row] or [x for x in media if x not in _ATTACHED]
+    files, attached = [x for x in named if x in media], [x for x in _ATTACHED if row.get(x) is not None]
+    if len(files) != 1 or not media.keys() >= {*attached}:
+        got = ", ".join(media)[:100] or "none"
+        raise DataError(f"{where} must have the bytes of 1 picture or video, and of any reference and mask, got {got}")
+    if caption is not None and caption not in row:
+        raise DataError(f"{where} has no caption={caption}: its columns are {', '.join(row)[:100]}")
+    text = next((row[x] for x in ((caption,) if caption else _CAPTIONS) if row.get(x) not in (None, "", [])), None)
+    values = {x: value for x, value in {**row, "caption": text}.items() if x in _KEPT and value is not None}
+    for column in (*files, *attached):
+        content, suffix = media[column]
+        name = hashlib.file_digest(content, "sha256").hexdigest()[:24]  # a cache keeps it if other samples come or go
+        if column in files:
+            names[name] += 1
+            name += f"-{names[name]}" if names[name] > 1 else ""
+        values["file" if column in files else column] = name + suffix
+        content.seek(0)
+        with (folder / f"{name}{suffix}").open("wb") as file:
+            shutil.copyfileobj(content, file)
+    entry_of(folder, where, values)
+    return {"file_name": values.pop("file"), **values}
+
+
+def _tar(archive: str) -> _Rows:
+    """Group files by their name up to the first dot. Those that are not used are not read."""
+    with open_regular(archive) as file, tarfile.open(fileobj=file, mode="r:") as opened:
+        samples = dict[str, dict[str, tarfile.TarInfo]]()
+        for member in opened:
+            used = _USED.fullmatch(member.name)
+            if used is None or member.isdir():
+                continue
+            kind, sample = (used["text"] or used["kind"] or "image").lower(), samples.setdefault(used["sample"], {})
+            known = member.size <= CAPTION_BYTES if used["text"] else kind in _ATTACHED or not used["kind"]
+            if kind in sample or not known or not member.isreg() or member.issparse():
+                raise DataError(
+                    f"{archive}: {member.name!r} must be the only NAME.SUFFIX, NAME.reference.SUFFIX or "
+                    f"NAME.mask.SUFFIX of its sample; no link, not sparse, and a text of at most {CAPTION_BYTES} bytes"
+                )
+            sample[kind] = member
+        file.seek(end := opened.offset)  # tarfile stops at a damaged header as if it were the end
+        if file.read(512) != bytes(512) or any(rest.strip(b"\0") for rest in iter(lambda: file.read(1 << 20), b"")):
+            raise DataError(f"{archive} is damaged at byte {end}, was not written to its end, or has more after it")
+        for name, sample in samples.items():
+            row: dict[str, Any] = {x: (opened.extractfile(y), Path(y.name).suffix.lower()) for x, y in sample.items()}
+            try:
+                facts = parse_json(row.pop("json")[0].read()) if "json" in row else None
+                if "txt" in row:
+                    row["txt"] = [*captions_of(lines_of(row["txt"][0].read().decode("utf-8-sig")))]
+            except ValueError as error:
+                raise DataError(f"{archive}, sample {name!r}: its text or JSON is not valid ({error})") from error
+            yield f"sample {name!r}", {**(facts if isinstance(facts, dict) else {}), **row}
+
+
+def _parquet(archive: str) -> _Rows:
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"{needs('lightning-cp convert', 'datasets')} ({error})") from error
-    for file in files:
-        check_regular(file)
-        if kind == ".tar":
-            _check_end(file)
-    given: dict[str, Any] = {"data_files": [glob.escape(os.path.abspath(file)) for file in files], "cache_dir": cache}
-    if kind == ".parquet":
-        yield from datasets.load_dataset("parquet", split="train", streaming=True, batch_size=16, **given).decode(False)
-        return
-    # all that we use: datasets would infer them from the first samples, and drop what only later ones have
-    features = {"__key__": datasets.Value("string"), "txt": datasets.Value("string"), "json": datasets.Json()}
-    for attached in ("", *(f"{name}." for name in _ATTACHED)):
-        features |= {f"{attached}{suffix[1:]}": datasets.Image(decode=False) for suffix in IMAGE_SUFFIXES}
-        features |= {f"{attached}{suffix[1:]}": datasets.Video(decode=False) for suffix in VIDEO_SUFFIXES}
-    given["features"] = datasets.Features(features)
-    yield from datasets.load_dataset("webdataset", split="train", streaming=True, **given)
+    check_regular(archive)
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it prints the errors that it raises
+    with tempfile.TemporaryDirectory() as scratch:
+        link = Path(scratch, "a.parquet")  # datasets would take a path with `*` for a pattern, one with `::` for a URL
+        link.symlink_to(os.path.abspath(archive))
+        given = {"data_files": str(link), "cache_dir": scratch, "split": "train", "streaming": True, "batch_size": 16}
+        for number, row in enumerate(datasets.load_dataset("parquet", **given).decode(False)):
+            yield f"row {number}", {column: _media(value) for column, value in row.items()}
 
 
-def _check_end(archive: str) -> None:
-    """Raise DataError unless a tar file ends with zeros: `tarfile` stops at a damaged header as if it were the end."""
-    with open(archive, "rb") as file, tarfile.open(fileobj=file, mode="r:") as opened:
-        opened.getmembers()
-        file.seek(opened.offset)
-        if file.read(512) != bytes(512):
-            raise DataError(f"{archive} is damaged at byte {opened.offset}, or was not written to its end")
-
-
-def _written(folder: Path, number: int, row: dict[str, Any], caption: str | None) -> dict[str, Any]:
-    """Write the media of a sample. Returns: its row of the table."""
-    where = f"sample {number}" + (f" ({row['__key__']})" if "__key__" in row else "")
-    facts = row.pop("json", None)
-    row = {**(facts if isinstance(facts, dict) else {}), **row}
-    media, entry = list[str](), dict[str, Any]()
-    for column, value in row.items():
-        content, suffix = _media(value)
-        if suffix:
-            kind = column.split(".")[0] if column.split(".")[0] in _ATTACHED else "file_name"
-            media += [column] if kind == "file_name" else []
-            entry[kind] = f"{number:08d}{'' if kind == 'file_name' else f'.{kind}'}{suffix}"
-            (folder / entry[kind]).write_bytes(content)
-    if len(media) != 1:
-        got = ", ".join(media) or "none"
-        raise DataError(f"{where} must have the bytes of one picture or video, got {got} of {', '.join(row)}")
-    if caption is not None and caption not in row:
-        raise DataError(f"{where} has no caption={caption}: its columns are {', '.join(row)}")
-    text: Any = next((row[x] for x in ((caption,) if caption else _CAPTIONS) if row.get(x) is not None), [])
-    texts = text if isinstance(text, list) else [text]
-    if not all(isinstance(one, str) for one in texts):
-        raise DataError(f"{where}: its caption {text!r} must be a text or a list of texts")
-    return {**entry, **({"caption": texts} if texts else {}), **{x: row[x] for x in _KEPT if row.get(x) is not None}}
-
-
-def _media(value: Any) -> tuple[bytes, str]:
-    """Return the bytes of a picture or video, and its suffix, which is "" for other values."""
+def _media(value: Any) -> Any:
+    """Return the bytes of a picture or video as an open file and its suffix; other values as they are."""
     content, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
-    suffix, known = PurePath(path or "").suffix.lower(), (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-    if not isinstance(content, bytes) or suffix in known:
-        return (content, suffix) if isinstance(content, bytes) else (b"", "")
-    try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as picture:
-            suffix = f".{str(picture.format).lower()}"
-    except OSError:
-        suffix = ".mp4" if content[4:8] == b"ftyp" else ""
-    return content, suffix if suffix in known else ""
+    if not isinstance(content, bytes):
+        return value if value != {"bytes": None, "path": None} else None
+    suffixes = [Path(path or "").suffix.lower(), *(x for at, start, x in _STARTS if content.startswith(start, at))]
+    return next(((io.BytesIO(content), suffix) for suffix in suffixes if suffix in _SUFFIXES), value)

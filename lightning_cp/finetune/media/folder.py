@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.media.limits import CAPTION_BYTES
 from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
-from lightning_cp.finetune.media.table import is_unicode, lines_of, read_text
+from lightning_cp.finetune.media.table import captions_of, is_unicode, lines_of, read_text
 from lightning_cp.finetune.settings import TABLE_SUFFIXES
 
 _NAMED = 10  # captions that cannot be read, in one error
@@ -45,13 +45,13 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
                 skipped.append(Skipped(file, reason))
             elif file in media:
                 try:
-                    captions = _captions(texts[file.stem]) if file.stem in texts else ()
+                    text = read_text(texts[file.stem], limit_bytes=CAPTION_BYTES) if file.stem in texts else ""
                 except DataError as error:
                     unreadable.append(str(error))
                     continue
                 path = file.relative_to(folder).as_posix()
                 reference, mask = (attached.get((file.stem, kind)) for kind in _KINDS)
-                source = Source(path, file, captions, reference=reference, mask=mask)
+                source = Source(path, file, captions_of(lines_of(text)), reference=reference, mask=mask)
                 entries.append(Entry(source, path, where=str(file)))
     if unreadable:
         more = f"; and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
@@ -128,8 +128,3 @@ def _refusal(file: Path, stems: set[str]) -> str | None:
     if not os.path.exists(file):
         return "a link to a file that does not exist"
     return None if os.path.isfile(file) else "not a regular file"
-
-
-def _captions(file: Path) -> tuple[str, ...]:
-    lines = (line.strip() for line in lines_of(read_text(file, limit_bytes=CAPTION_BYTES)))
-    return tuple(line for line in lines if line)

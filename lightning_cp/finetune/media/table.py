@@ -81,7 +81,7 @@ def read_table(table: Path, caption_column: str | None = None) -> tuple[list[Ent
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for line, values in read(table, caption_column):
-        entry = _entry(table.parent, f"{table}, line {line}", values)
+        entry = entry_of(table.parent, f"{table}, line {line}", values)
         missing = [file for file in entry.source.files if not os.path.isfile(file)]
         if missing:
             state = "is no file" if os.path.exists(missing[0]) else "does not exist"
@@ -91,7 +91,8 @@ def read_table(table: Path, caption_column: str | None = None) -> tuple[list[Ent
     return entries, skipped
 
 
-def _entry(folder: Path, where: str, values: Mapping[str, Any]) -> Entry:
+def entry_of(folder: Path, where: str, values: Mapping[str, Any]) -> Entry:
+    """Return the entry of a row. Raises: DataError: a value is not valid; names `where`."""
     if isinstance(values.get("reference"), list):
         raise DataError(f"{where}: reference={values['reference']!r} is a list: {ONE_REFERENCE}")
     row = {name: _checked(where, name, value) for name, value in values.items()}
@@ -115,7 +116,7 @@ def _entry(folder: Path, where: str, values: Mapping[str, Any]) -> Entry:
     source = Source(
         id=clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}",
         file=file,
-        captions=_captions(row.get("captions", row.get("caption", ()))),
+        captions=captions_of(row.get("captions", row.get("caption", ()))),
         repeats=row.get("repeats", 1),
         start_s=start_s,
         end_s=end_s,
@@ -137,7 +138,8 @@ def _checked(where: str, name: str, value: Any) -> Any:
     return found
 
 
-def _captions(texts: str | Sequence[str]) -> tuple[str, ...]:
+def captions_of(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the texts that are not blank, without blanks at their ends."""
     return tuple(text.strip() for text in ([texts] if isinstance(texts, str) else texts) if text.strip())
 
 
