@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
+from lightning_cp.data import GroupBatches
 from lightning_cp.errors import DataError
 from tests.dist.lightning_ranks import QUIET, STRATEGIES, fabric_of, present_rank, trainer_of
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -164,6 +165,8 @@ def _same_batches(rank: int, world: int, how: str) -> list[list[int]]:
     if how == "validated":
         trainer.validate(module, loader, verbose=False)
         return module.seen
+    if how == "divided":
+        loader = DataLoader(Numbered(), batch_sampler=GroupBatches(Buckets(0), rank // 2, 2))  # type: ignore[arg-type]
     if how == "refused":
         with pytest.raises(DataError, match="all 2 data groups read the same batches: they begin with 0"):
             trainer.fit(module, loader)
@@ -173,14 +176,14 @@ def _same_batches(rank: int, world: int, how: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("how", "different"),
-    [("refused", False), ("marked", False), ("validated", False), ("by random numbers", True)],
+    [("refused", False), ("divided", True), ("marked", False), ("validated", False), ("by random numbers", True)],
 )
-@pytest.mark.default(1)
+@pytest.mark.default(2)
 def test_groups_that_train_on_the_same_batches_are_refused(run_ranks: RankPool, how: str, different: bool) -> None:
     zero, one, two, three = run_ranks(4, _same_batches, how, init=False)
     assert (zero, two) == (one, three)
     assert (zero != two) == different
-    assert len(zero) == (0 if how == "refused" else 6)
+    assert len(zero) == (0 if how == "refused" else 3 if how == "divided" else 6)
 
 
 def _same_in_fabric(rank: int, world: int) -> tuple[int, str, int]:
