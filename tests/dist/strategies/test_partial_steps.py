@@ -10,13 +10,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_cp.callbacks import EMACallback
 from tests.dist.lightning_ranks import BY_PLAN, STRATEGIES, distance, fabric_of, flat, trainer_of
 from tests.dist.module import inputs
 from tests.dist.plain import Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 5
+STEPS, DECAY = 5, 0.5
 
 
 class Two(LightningModule):
@@ -60,13 +61,17 @@ class Two(LightningModule):
                 self.untoggle_optimizer(optimizers[name])
 
 
-def _take_turns(rank: int, world: int, flavour: str, kind: str, how: str, ring: int) -> Tensor:
-    """Train with the Trainer, or with Fabric; there, turns are taken between steps."""
+def _take_turns(rank: int, world: int, flavour: str, kind: str, how: str, ring: int) -> list[Tensor]:
+    """Train with the Trainer, or with Fabric; there, turns are taken between steps. Returns: weights, and averages."""
     model, strategy = Two(how), STRATEGIES[flavour, kind](ring=ring, **BY_PLAN)
     if flavour == "trainer":
         data: Any = [0] * STEPS * world
-        trainer_of(rank, world, strategy, max_epochs=1, limit_train_batches=STEPS).fit(model, DataLoader(data))
-        return flat(model)
+        average = EMACallback(DECAY)
+        trainer = trainer_of(rank, world, strategy, max_epochs=1, limit_train_batches=STEPS, callbacks=[average])
+        trainer.fit(model, DataLoader(data))
+        own = flat(model)
+        with average.averaged(trainer, model):
+            return [own, flat(model)]
     fabric = fabric_of(rank, world, strategy)
     model.automatic_optimization = True  # Fabric does not know it
     wrapped: Any
@@ -79,7 +84,7 @@ def _take_turns(rank: int, world: int, flavour: str, kind: str, how: str, ring: 
             optimizer.zero_grad()
             fabric.backward(wrapped(name))
             optimizer.step()
-    return flat(model)
+    return [flat(model)]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +102,16 @@ def test_transformers_that_take_turns_train_as_in_one_process(
     run_ranks: RankPool, flavour: str, world: int, ring: int, kind: str, how: str
 ) -> None:
     model, start = Two(how).requires_grad_(requires_grad=True), flat(Two(how))
-    optimizers = model.configure_optimizers()
+    optimizers, average, steps = model.configure_optimizers(), start, 0
     for step in range(STEPS):
         for name in model.turns(step):
             optimizers[name == "second"].zero_grad()
             model(name).backward()
             optimizers[name == "second"].step()
+            steps += 1
+        average = average.lerp(flat(model), 1 - min(DECAY, (1 + steps) / (10 + steps)))
     assert distance(flat(model), start) > 1e-2, "training moves the weights"
-    for found in run_ranks(world, _take_turns, flavour, kind, how, ring, init=False):
-        assert distance(found, flat(model)) < 1e-5
+    for own, *averages in run_ranks(world, _take_turns, flavour, kind, how, ring, init=False):
+        assert distance(own, flat(model)) < 1e-5
+        assert len(averages) == (flavour == "trainer")
+        assert all(distance(x, average) < 1e-5 for x in averages)
