@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from diffusers import WanTransformer3DModel
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStr
 from tests.dist.lightning_ranks import QUIET, flat, present_rank, trainer_of
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
+from tests.models.wan import wan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,6 +149,9 @@ def _cut_short(rank: int, world: int, folder: str, distributed: bool) -> int:
     dist.barrier()
     again = trainer_until(3)
     again.fit(Trains(), data, ckpt_path=path)
+    if not distributed:
+        with pytest.raises(IsADirectoryError):
+            again.save_checkpoint(Path(folder) / "own")
     return len(again.lightning_module.seen)  # from step 1 on
 
 
@@ -161,11 +166,43 @@ def _sharded(rank: int, world: int, folder: str) -> str:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.default(1)
 def test_a_save_that_is_cut_short_leaves_the_older_one(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
+    own = [tmp_path / "own" / name for name in ("meta.pt", "notes.txt")]  # a user's: no checkpoint takes its place
+    own[0].parent.mkdir()
+    for path in own:
+        path.touch()
     assert run_ranks(2, _cut_short, str(tmp_path), distributed, init=False) == [2, 2]
+    assert all(path.exists() for path in own)
 
 
 def test_whole_weights_are_not_loaded_from_shards(run_ranks: RankPool, tmp_path: Path) -> None:
     for said in run_ranks(2, _sharded, str(tmp_path), init=False):
         assert "save_distributed_checkpoint=False" in said
+
+
+class _FromConfig(Trains):
+    """With a transformer that is made from its configuration alone."""
+
+    def __init__(self, config: Any) -> None:
+        LightningModule.__init__(self)
+        self.transformer, self.seen = WanTransformer3DModel.from_config(config), []
+
+
+def _made_empty(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    data, path, config = DataLoader(Clips(2), batch_size=2), Path(folder) / "all.ckpt", wan().build().config
+    found = []
+    for steps, empty in ((1, False), (2, False), (2, True)):
+        trainer = trainer_of(rank, world, ContextParallelFSDPStrategy(ring=2), max_steps=steps)
+        with trainer.init_module(empty_init=empty):
+            module = _FromConfig(config)
+        nowhere = all(p.is_meta for p in module.parameters())
+        trainer.fit(module, data, ckpt_path=path if steps == 2 else None)
+        if steps == 1:
+            trainer.save_checkpoint(path)
+        found.append(flat(module))
+    return nowhere, torch.equal(found[1], found[2])
+
+
+@pytest.mark.full
+def test_a_module_made_without_storage_goes_on_from_a_checkpoint(run_ranks: RankPool, tmp_path: Path) -> None:
+    assert run_ranks(2, _made_empty, str(tmp_path), init=False) == [(True, True)] * 2
