@@ -106,9 +106,10 @@ EDITS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-def test_an_edited_checkpoint_is_one_error(tmp_path: Path) -> None:
+def test_an_edited_checkpoint_is_one_error_and_passed_over(tmp_path: Path) -> None:
     for name, change in EDITS.items():
-        folder = written(tmp_path / name / "checkpoints")
+        root, run = tmp_path / name, tmp_path / name / "run"
+        good, folder = (written(run / "checkpoints", step) for step in (2, 3))
         change(folder)
         with pytest.raises(CheckpointError) as caught:
             loaded(folder)
@@ -116,6 +117,7 @@ def test_an_edited_checkpoint_is_one_error(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             find_checkpoint(str(folder), tmp_path)
         assert "resume=" in str(caught.value), name
+        assert find_checkpoint("last", root) == find_checkpoint(str(run), root) == good, name
 
 
 def test_tensors_that_would_get_one_name_are_not_saved() -> None:
