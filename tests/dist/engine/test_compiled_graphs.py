@@ -173,6 +173,50 @@ def test_sharded_blocks_share_one_graph_for_each_length(run_ranks: RankPool) -> 
         assert error < 1e-4  # in float32
 
 
+def _adapted(rank: int, world: int, folder: Path) -> tuple[list[int], list[float]]:
+    """Swap one LoRA for another in a model compiled as a whole. Returns: graphs and error, with each adapter."""
+    from peft import LoraConfig
+
+    torch.compiler.reset()
+    arguments, expected = _arguments("wan", 7, 2), []
+    for rank_of_lora, alpha in ((4, 4), (6, 3)):
+        torch.manual_seed(alpha)
+        single: Any = _model("wan")
+        single.add_adapter(
+            LoraConfig(r=rank_of_lora, lora_alpha=alpha, target_modules=["to_q"], init_lora_weights=False)
+        )
+        single.double()
+        expected.append(single(**arguments, return_dict=False)[0].detach())
+        single.save_lora_adapter(folder / f"{rank} {alpha}")
+    model: Any = _model("wan")
+    apply_context_parallel(model, MODES["ring"](world))
+    model.enable_lora_hotswap(target_rank=8)
+    counter = CompileCounterWithBackend("eager")
+    graphs, errors = [], []
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for alpha, result in zip((4, 3), expected, strict=True):
+            model.load_lora_adapter(
+                folder / f"{rank} {alpha}", prefix=None, adapter_name="a", use_safetensors=True, hotswap=alpha == 3
+            )
+            if alpha == 4:
+                model.double()
+                model.compile(backend=counter, fullgraph=True, dynamic=False)
+            out = model(**arguments, return_dict=False)[0]
+            errors.append(float((out - result).abs().max()))
+            graphs.append(counter.frame_count)
+    assert float((expected[0] - expected[1]).abs().max()) > 1e-3
+    return graphs, errors
+
+
+@pytest.mark.full
+def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for graphs, errors in run_ranks(3, _adapted, tmp_path, timeout_s=120):
+        assert graphs == [1, 1]
+        assert max(errors) < 1e-6
+
+
 def _exported(rank: int, world: int, copied: bool, package: str | None = None) -> float:
     """Export a model that has not run, or a deep copy of one, and run the program, compiled to a package if given."""
     model, arguments = _model("wan"), {**_arguments("wan", 7, 2), "return_dict": False}

@@ -15,7 +15,7 @@ from lightning_cp.errors import PeerMismatchError
 from tests.dist.attention.test_counting import counted
 from tests.dist.compare import averaged, nothing_narrowed, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
-from tests.faults.engine.test_exchanged_parts import config_of
+from tests.faults.engine.test_exchanged_parts import change_model, config_of, donor_of
 from tests.harness import RankPool
 from tests.models import TINY
 from tests.models.wan import wan
@@ -150,13 +150,15 @@ def test_compiled_forwards_compare_numbers_and_strings(run_ranks: RankPool) -> N
 
 
 def _order(rank: int, world: int) -> list[tuple[bool, float, float]]:
-    """Compiled and run before apply; then applied, removed, and applied again: if it sends anything, and errors."""
+    """Compiled and run, applied, removed, applied, with another processor: if it sends anything, and errors."""
     found = []
     model, arguments = wan().build(), wan().arguments()
     expected = outcome(model, arguments)
     compiled = _compiled(model)
-    for parallel in (False, True, False, True):
-        if parallel:
+    for parallel in (False, True, False, True, None):
+        if parallel is None:
+            change_model(model, "first processor", donor_of("wan"))
+        elif parallel:
             apply_context_parallel(compiled, ContextParallelConfig(ring_degree=world))
         elif installed_on(model) is not None:
             remove_context_parallel(compiled)
@@ -167,9 +169,9 @@ def _order(rank: int, world: int) -> list[tuple[bool, float, float]]:
 
 
 @pytest.mark.full
-def test_apply_and_remove_on_a_compiled_model_take_effect(run_ranks: RankPool) -> None:
+def test_apply_remove_and_changes_on_a_compiled_model_take_effect(run_ranks: RankPool) -> None:
     for found in run_ranks(2, _order, timeout_s=240):
-        assert [sends for sends, *_ in found] == [False, True, False, True]
+        assert [sends for sends, *_ in found] == [False, True, False, True, True]
         assert max(output for _, output, _ in found) < _OUTPUT
         assert max(gradient for *_, gradient in found) < _GRADIENT
 

@@ -183,6 +183,20 @@ def test_copies_of_a_model_have_a_checkpoint_function_of_their_own() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo reads it
+def test_a_model_of_compiled_blocks_is_bit_equal_to_full_checkpointing() -> None:
+    found = []
+    for how in (None, OffloadCheckpoint(0)):
+        model: Any = TINY["wan"].build().train()
+        model.enable_gradient_checkpointing(gradient_checkpointing_func=how)
+        model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        found.append(outcome(model, TINY["wan"].arguments()))
+    (out, gradients), (own_out, own) = found
+    assert torch.equal(out, own_out)
+    assert all(x is None if own[key] is None else torch.equal(x, own[key]) for key, x in gradients.items())
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_model_that_is_compiled_as_a_whole_runs_eager_blocks_or_is_refused() -> None:
     model: Any = TINY["wan"].build().train()
