@@ -9,16 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_cp import SparseMask, apply_context_parallel, context_parallel_attention
 from lightning_cp.attention.sparse import balanced_order
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.data import PackedCollate
+from lightning_cp.data import PackedBatches, PackedCollate
 from lightning_cp.errors import ShapeError
 from tests.dist.compare import nothing_narrowed
-from tests.dist.lightning_ranks import STRATEGIES, fabric_of
+from tests.dist.lightning_ranks import STRATEGIES, fabric_of, trainer_of
 from tests.harness import RankPool
 from tests.models import TINY
 
@@ -148,6 +150,46 @@ def test_a_row_gives_the_loss_and_gradients_of_its_samples_alone(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, shares: list[int] | None, balanced: bool
 ) -> None:
     assert max(run_ranks(world, _compare, ring, ulysses, shares, balanced, init=False)) < 1e-12
+
+
+class TrainsJoint(LightningModule):
+    """Trains on rows of several samples. `rows`: number of samples of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.rows = Joint().double(), list[int]()
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.rows.append(len(batch["image_lengths"]))
+        return packed(self.model, batch, self.trainer.strategy, balanced=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _train(rank: int, world: int) -> float:
+    """The largest error of a weight after an epoch of rows in two data groups, to one process on the samples alone."""
+    torch.manual_seed(0)
+    module, reference = TrainsJoint(), Joint().double()
+    reference.load_state_dict(module.model.state_dict())
+    rows = PackedBatches([sum(size) for size in SIZES], max_tokens=24)
+    data: Any = samples()
+    trainer = trainer_of(rank, world, STRATEGIES["trainer", "cp"](ring=2), precision="64-true", max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_sampler=rows, collate_fn=COLLATE))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in ([[0, 1], [2]], [[3, 4], [0, 1]]):
+        for row in step:
+            (torch.stack([alone(reference, data[i]) for i in row]).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.rows == [[2, 2], [1, 2]][rank // 2]
+    pairs = zip(module.model.parameters(), reference.parameters(), strict=True)
+    return max(float((x - y).detach().abs().max()) for x, y in pairs)
+
+
+@pytest.mark.full
+def test_the_trainer_trains_on_rows_like_on_the_samples(run_ranks: RankPool) -> None:
+    assert max(run_ranks(4, _train, init=False)) < 1e-12
 
 
 def _transformer(rank: int, world: int) -> float:
