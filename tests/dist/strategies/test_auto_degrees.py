@@ -88,6 +88,7 @@ def _reads_values() -> nn.Module:
 ERRORS: dict[str, tuple[Any, str]] = {  # the strategy's example, and what the error says
     "no module": (lambda: None, "pass example=module to the strategy"),
     "reads values": (lambda: _with_example(_reads_values()), "this forward cannot be traced: it reads values"),
+    "no transformer": (lambda: _with_example(nn.Linear(2, 2)), "Linear has no transformer with a plan yet"),
     "no arguments": (lambda: wan().build(), "WanTransformer3DModel.example_input_array is not set"),
     "other arguments": (
         lambda: _with_example(wan().build(), {"latents": 1}),
