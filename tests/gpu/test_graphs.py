@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, capture_forward, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.engine.apply import parallelize
+from lightning_cp.engine.apply import installed_on, parallelize
+from lightning_cp.engine.graphs import recorder
 from lightning_cp.engine.graphs.forward import GraphedForward
 from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.undoable import intercept_calls
 from tests.dist.pipelines.test_pipeline_features import _lora
 from tests.gpu.echo import echo_world
 from tests.pipelines import PIPES
@@ -207,3 +210,20 @@ def test_a_pipeline_notices_all_that_changes() -> None:
     assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
     assert counts[0] == 1
     assert all(counts)
+
+
+@pytest.mark.parametrize(("tokens", "width", "captures"), [(64, 64, True), (16384, 4096, False)])
+def test_auto_captures_where_the_host_is_the_limit(tokens: int, width: int, captures: bool, caplog: Any) -> None:
+    caplog.set_level("INFO", "lightning_cp")
+    sizes: Any = {"num_attention_heads": width // 64, "attention_head_dim": 64, "num_layers": 4, "ffn_dim": 2 * width}
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**sizes, text_dim=32, freq_dim=32).bfloat16().eval()
+        side = int((4 * tokens) ** 0.5)
+        inputs = {"hidden_states": torch.randn(1, 16, 1, side, side).bfloat16(), "timestep": torch.full((1,), 10.0)}
+        inputs["encoder_hidden_states"] = torch.randn(1, 7, 32).bfloat16()
+    parallelize(model, CONFIGS["one rank"])
+    one = GraphedForward(installed_on(model), "auto", cache(recorder.recorder_for))  # type: ignore[arg-type]
+    intercept_calls(model, one.run)
+    outputs = _outputs(model, lambda _: inputs, range(6))
+    assert one.num_graphs == captures, caplog.text
+    assert all(torch.equal(x, outputs[0]) for x in outputs)
