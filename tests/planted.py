@@ -74,6 +74,8 @@ FAULTS = (
         "else total",
         "dist/strategies/test_sample_counts.py",
     ),
+    Fault("data/peer_batches.py", "_divided(batches.order", "_divided(batches", "dist/strategies/test_batches.py"),
+    Fault("callbacks/ema.py", "_average.add_trained(pl_module)", "_average", "dist/strategies/test_partial_steps.py"),
     Fault("data/sampler.py", "return self.data_rank * (", "return 0 * (", "unit/data"),
     Fault(
         "training/ema.py", "(1 + step) / (10 + step)", "(1 + step) / (1 + step)", "dist/strategies/test_ema_callback.py"
@@ -121,6 +123,7 @@ FAULTS = (
         "if False:",
         "dist/attention/test_shares.py",
     ),
+    Fault("pytorch.py", " and not replaces_folder:", ":", "dist/checkpoint/test_trainer_checkpoints.py"),
     Fault("launch/cause.py", "exit_code=128 - code", "exit_code=0", "unit/launch faults/launch"),
     # a grid: dQ not summed over the row, a partial result merged twice, rows and columns exchanged
     Fault("attention/grid.py", "Grads(grads.sum(0, dtype=", "Grads(grads[:1].sum(0, dtype=", _EXACT),
