@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 RotateMethod = Literal["allgather", "alltoall", "grid"]
 ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall", "grid")
 # Names of the kernels in `kernels/choice.py`, in order of preference.
-KERNEL_NAMES: tuple[str, ...] = (
-    "auto",
-    "flash",
-    "cudnn",
-    "efficient",
-    "math",
-)
+KERNEL_NAMES: tuple[str, ...] = ("auto", "flash", "cudnn", "efficient", "math")
 AUTO_TILES = "auto"  # of `mlp_tiles`
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 

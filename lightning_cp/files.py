@@ -15,12 +15,7 @@ from typing import Any
 
 PRIVATE = 0o600  # mode of files that may contain passwords or keys of the user
 _SAFETENSORS_CODE = re.compile(r"\(os error (\d+)\)")
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class NotRegularError(OSError):

@@ -95,7 +95,7 @@ FAULTS = (
         "pipelines/test_pipelines.py",
     ),
     # settings: a rule removed, a bound moved, the names of a message exchanged
-    Fault("recipes/settings/table.py", 'Setting("log_every", Integer(1)),', "", "unit/recipes/test_rules.py"),
+    Fault("recipes/settings/table.py", "batch_size log_every", "batch_size", "unit/recipes/test_rules.py"),
     Fault("rules.py", "value > self.above", "value >= self.above", "unit/recipes/test_rules.py"),
     Fault(
         "recipes/settings/consistency.py",

@@ -64,14 +64,7 @@ def run_attention(
     if sparse is not None:
         sparse.check_source()
     call = prepare_attention(
-        query,
-        key,
-        value,
-        mask,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        settings=Settings(*settings),
-        sparse=sparse,
+        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, settings=Settings(*settings), sparse=sparse
     )
     ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:

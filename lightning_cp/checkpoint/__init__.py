@@ -4,13 +4,7 @@
 """
 
 from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, remove_partials
-from lightning_cp.checkpoint.manifest import (
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from lightning_cp.checkpoint.manifest import CheckpointError, FileEntry, Manifest, parse_manifest, read_manifest
 
 __all__ = [
     "CheckpointError",

@@ -298,9 +298,7 @@ def _storage_key(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _text(fields.get("fqn")),
-        None if offset is None else _size(offset),
-        None if index is None else _integer(index),
+        _text(fields.get("fqn")), None if offset is None else _size(offset), None if index is None else _integer(index)
     )
 
 

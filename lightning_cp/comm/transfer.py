@@ -144,11 +144,7 @@ def exchange(
 
 
 def exchange_flat(
-    sent: Tensor,
-    received: Tensor,
-    sizes_bytes: tuple[list[int], list[int]] | None,
-    *,
-    group: dist.ProcessGroup,
+    sent: Tensor, received: Tensor, sizes_bytes: tuple[list[int], list[int]] | None, *, group: dist.ProcessGroup
 ) -> Pending:
     """Start an all-to-all in one collective: each rank's bytes follow each other in the buffers, in rank order.
 

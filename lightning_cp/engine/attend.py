@@ -90,12 +90,7 @@ class AttentionDispatcher:
         return self._attend(query, key, value, attn_mask, sizes, **settings)
 
     def _by_segments(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        settings: dict[str, Any],
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: dict[str, Any]
     ) -> Tensor:
         """Compute block-causal attention with the kept arguments `segments` and `key_valid` of the forward.
 

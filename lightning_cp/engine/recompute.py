@@ -103,10 +103,7 @@ class _Inputs:
     """
 
     def __init__(
-        self,
-        addresses: set[int],
-        before: Callable[[], _Inputs | None],
-        side: Callable[[torch.device], SideStream],
+        self, addresses: set[int], before: Callable[[], _Inputs | None], side: Callable[[torch.device], SideStream]
     ) -> None:
         self._addresses, self._before, self._make_side = addresses, before, side
         self._side: SideStream | None = None

@@ -21,11 +21,7 @@ from lightning_cp.plans import registered_plan
 
 
 def load_transformer(
-    source: str | Path,
-    component: str = "transformer",
-    *,
-    dtype: torch.dtype,
-    setting: str = "model.pretrained",
+    source: str | Path, component: str = "transformer", *, dtype: torch.dtype, setting: str = "model.pretrained"
 ) -> nn.Module:
     """Load a pipeline's transformer with all its weights, in training mode, on the CPU.
 
@@ -73,11 +69,7 @@ def load_exported(folder: str | Path, *, dtype: torch.dtype) -> nn.Module:
 
 
 def meta_transformer(
-    source: str | Path,
-    component: str = "transformer",
-    *,
-    dtype: torch.dtype,
-    setting: str = "model.pretrained",
+    source: str | Path, component: str = "transformer", *, dtype: torch.dtype, setting: str = "model.pretrained"
 ) -> nn.Module:
     """Build a pipeline's transformer on the meta device; its weights are loaded during set-up.
 

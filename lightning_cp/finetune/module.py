@@ -24,13 +24,7 @@ from lightning_cp.finetune.adapters.lora import scale_second_matrices
 from lightning_cp.finetune.data import divided_loader, needs_division, set_degree
 from lightning_cp.finetune.experts import Experts, experts_in, named_transformers
 from lightning_cp.finetune.families import Family, StoredBatch
-from lightning_cp.finetune.objectives import (
-    ExpertFlowMatching,
-    MicroBatch,
-    Objective,
-    micro_batches,
-    objective_for,
-)
+from lightning_cp.finetune.objectives import ExpertFlowMatching, MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.finetune.objectives.micro_batch import DividedBatch
 from lightning_cp.finetune.side import trained_model
 from lightning_cp.finetune.validation import Validation, ValidationResult

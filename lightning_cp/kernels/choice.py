@@ -12,13 +12,7 @@ from lightning_cp.kernels.protocol import Kernel, TangentKernel
 from lightning_cp.kernels.torch_kernels import CpuFlashKernel, CudaFlashKernel, CudnnKernel, EfficientKernel
 
 # In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
-KERNELS: tuple[Kernel, ...] = (
-    CpuFlashKernel(),
-    CudnnKernel(),
-    CudaFlashKernel(),
-    EfficientKernel(),
-    MathKernel(),
-)
+KERNELS: tuple[Kernel, ...] = (CpuFlashKernel(), CudnnKernel(), CudaFlashKernel(), EfficientKernel(), MathKernel())
 # Kernels with a forward derivative, in order of preference.
 TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 

@@ -82,11 +82,7 @@ def overrides_of(layout: Layout, task: Task, batch_size: int = 1) -> list[str]:
         settings += [f"ring={layout.ring}", f"ulysses={layout.ulysses}", f"data_parallel={layout.data}"]
         settings += [f"rotate_method={layout.rotate_method}"] if layout.rotate_method != "allgather" else []
     if task == "train":
-        return [
-            *settings,
-            f"batch_size={batch_size * layout.data}",
-            f"activation_checkpointing={layout.checkpointing}",
-        ]
+        return [*settings, f"batch_size={batch_size * layout.data}", f"activation_checkpointing={layout.checkpointing}"]
     settings += [f"cfg={layout.cfg}"] if layout.cfg > 1 else []
     return [*settings, *(["shard=[transformer]"] if layout.sharded else [])]
 

@@ -13,12 +13,12 @@ PLANS = {
                 "hidden_states": split(1, "audio"),
                 "position_embeddings": split(0, "audio"),
                 "attention_mask": mask("audio"),
-            },
+            }
         },
         attention={"self_attn": ("audio",), "cross_attn": LOCAL},
         gather={"layers.-1": split(1, "audio")},
         main="audio",
         refused_backends={"flash": "with it the model makes no mask, and leaves its window to the backend"},
         patches=patches("audio"),
-    ),
+    )
 }

@@ -10,5 +10,5 @@ PLANS = {
         },
         gather={"proj_out": split(1, "image")},
         patches=patches("text", "image"),
-    ),
+    )
 }

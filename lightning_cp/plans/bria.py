@@ -18,11 +18,7 @@ PLANS = {
     "BriaFiboTransformer2DModel": replace(FLUX, inputs={**FLUX.inputs, "text_encoder_layers": split(1, "text")}),
     "BriaFibo2Transformer2DModel": Plan(
         blocks={
-            "noise_refiner": {
-                "x": split(1, "image"),
-                "freqs_cis": split(1, "image"),
-                "noise_mask": split(1, "image"),
-            },
+            "noise_refiner": {"x": split(1, "image"), "freqs_cis": split(1, "image"), "noise_mask": split(1, "image")},
             "layers": {
                 "x": split(1, "all"),
                 "attn_mask": mask("all"),

@@ -14,10 +14,7 @@ _ARGUMENTS = {
 PLANS = {
     "CogVideoXTransformer3DModel": Plan(
         blocks={
-            "transformer_blocks": {
-                **_ARGUMENTS,
-                "attention_kwargs": {"attention_mask": split(-1, "text", "image")},
-            },
+            "transformer_blocks": {**_ARGUMENTS, "attention_kwargs": {"attention_mask": split(-1, "text", "image")}}
         },
         gather={"proj_out": split(1, "image")},
         patches=patches("text", "image"),

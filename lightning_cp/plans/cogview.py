@@ -7,9 +7,7 @@ from lightning_cp.plans.plan import Attention, Plan, patches, split
 
 PLANS = {
     "CogView3PlusTransformer2DModel": Plan(
-        blocks={
-            "transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
-        },
+        blocks={"transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")}},
         gather={"proj_out": split(1, "image")},
         patches=patches("text", "image"),
     ),
@@ -21,7 +19,7 @@ PLANS = {
                 "image_rotary_emb": split(0, "image"),
                 "attention_mask": split(1, "text"),
                 "attention_kwargs": {"text_attn_mask": split(1, "text"), "latent_attn_mask": split(1, "image")},
-            },
+            }
         },
         attention={"attn1": Attention(("text", "image"), mask="outer")},
         gather={"proj_out": split(1, "image")},

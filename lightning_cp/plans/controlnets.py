@@ -22,7 +22,7 @@ PLANS = {
                 "temb": split(1, "image", ndim=3),
                 "image_rotary_emb": split(0, "image"),
                 "extra_pos_emb": split(1, "image"),
-            },
+            }
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"control_blocks.*.after_proj": split(1, "image")},
@@ -50,7 +50,7 @@ PLANS = {
                 **_JOINT,
                 "encoder_hidden_states_mask": split(1, "text"),
                 "image_rotary_emb": (split(0, "image"), split(0, "text")),
-            },
+            }
         },
         gather=_RESIDUALS,
         pads=(Pad("encoder_hidden_states", "encoder_hidden_states_mask"),),
@@ -77,7 +77,7 @@ PLANS = {
                 "x": split(1, "image"),
                 "attn_mask": split(1, "image"),
                 "freqs_cis": split(1, "image"),
-            },
+            }
         },
         gather={"control_layers.-1": split(-2, "image")},
         variants={

@@ -16,12 +16,12 @@ PLANS = {
                 "image_rotary_emb": split(0, "image"),
                 "extra_pos_emb": split(1, "image"),
                 "controlnet_residual": split(1, "image"),
-            },
+            }
         },
         arguments={"norm_out": _MODULATION},
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         required={"encoder_hidden_states": "without text its cross-attention would attend to the split video"},
         patches=patches("image"),
-    ),
+    )
 }

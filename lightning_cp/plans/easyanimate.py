@@ -9,10 +9,10 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "encoder_hidden_states": split(1, "text"),
                 "image_rotary_emb": split(0, "image"),
-            },
+            }
         },
         gather={"proj_out": split(1, "image")},
         unused=("transformer_blocks.-1.attn1.to_add_out.*", "transformer_blocks.-1.txt_ff.*"),
         patches=patches("text", "image"),
-    ),
+    )
 }

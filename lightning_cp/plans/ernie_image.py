@@ -10,9 +10,9 @@ PLANS = {
                 "rotary_pos_emb": split(1, "image"),
                 "temb": split(0, "image"),
                 "attention_mask": split(-1, "image"),
-            },
+            }
         },
         gather={"final_linear": split(0, "image")},
         patches=patches("image"),
-    ),
+    )
 }

@@ -100,7 +100,7 @@ EXAMPLES: Mapping[str, ExampleInputs] = {
             **_PICTURE,
             "encoder_hidden_states": "float batch 1+len(injection_layer_ids) text cap_feat_dim",
             "timestep": "time batch",
-        },
+        }
     ),
     "BriaFiboTransformer2DModel": ExampleInputs(
         {
@@ -144,12 +144,7 @@ EXAMPLES: Mapping[str, ExampleInputs] = {
         space=16,
     ),
     "CosmosTransformer3DModel": ExampleInputs(
-        {
-            **_CLIP,
-            **_text("text_embed_dim", timestep="time batch"),
-            "padding_mask": "ones 1 1 height width",
-            "fps": 24,
-        },
+        {**_CLIP, **_text("text_embed_dim", timestep="time batch"), "padding_mask": "ones 1 1 height width", "fps": 24},
         {"padding_mask": "concat_padding_mask"},
     ),
     "DiTTransformer2DModel": ExampleInputs(

@@ -23,10 +23,7 @@ FLUX = Plan(
     patches=patches("text", "image"),
     batch=BATCH,
 )
-_CONTROLNET = {
-    "controlnet_block_samples": split(1, "image"),
-    "controlnet_single_block_samples": split(1, "image"),
-}
+_CONTROLNET = {"controlnet_block_samples": split(1, "image"), "controlnet_single_block_samples": split(1, "image")}
 _ADAPTER = Attention(("image",), LOCAL)  # attention calls of an IP-Adapter
 _PLAIN = ("text", "image")
 _CACHE = "it keeps the keys of reference images for later calls"
@@ -58,11 +55,7 @@ PLANS = {
         keeps_keys={"kv_cache_mode": _CACHE, "kv_cache": _CACHE},
     ),
     "Flux3Transformer2DModel": Plan(
-        inputs={
-            **INPUTS,
-            "image_cond_hidden_states": split(1, "reference"),
-            "image_cond_ids": split(-2, "reference"),
-        },
+        inputs={**INPUTS, "image_cond_hidden_states": split(1, "reference"), "image_cond_ids": split(-2, "reference")},
         blocks={
             "txt_mode_blocks": {},
             "mode_blocks.image": {},

@@ -13,10 +13,10 @@ PLANS = {
                 "encoder_hidden_states": split(1, "text"),
                 "image_rotary_emb": split(0, "image"),
                 "attention_mask": split(1, "text"),
-            },
+            }
         },
         attention={"attn1": Attention(("text", "image"), mask="outer", cached=True)},
         gather={"proj_out": split(1, "image")},
         keeps_keys={"kv_caches.caches.0.mode": "it keeps the keys of condition images for the calls of one branch"},
-    ),
+    )
 }

@@ -26,5 +26,5 @@ PLANS = {
     # The parameters that amplify history get no gradient on a rank without history tokens.
     "HeliosTransformer3DModel": replace(
         _HELIOS, variants={("is_amplify_history", True): replace(_HELIOS, needed=("history",))}
-    ),
+    )
 }

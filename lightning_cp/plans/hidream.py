@@ -21,5 +21,5 @@ PLANS = {
         gather={"final_layer": split(1, "image")},
         batch=Batch("encoder_hidden_states_llama3", dims={"encoder_hidden_states_llama3": 1}),  # [layers, b, s, c]
         unused=("*.experts.*", "*.gate.*"),  # experts that no token selects; in eval mode all of them
-    ),
+    )
 }

@@ -9,5 +9,5 @@ PLANS = {
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         patches=patches("image", stages=False),
-    ),
+    )
 }

@@ -15,5 +15,5 @@ PLANS = {
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_attention_mask"),),
         patches=patches("image", "text", once=("context_embedder",)),
-    ),
+    )
 }

@@ -37,7 +37,7 @@ PLANS = {
                 gather={"proj_out": split(1, "first_frame", "image")},
                 pads=_TEXT,
                 patches=patches("first_frame", "image", "text", once=_REFINER),
-            ),
+            )
         },
         patches=patches("image", "text", once=_REFINER),
     ),
@@ -55,7 +55,7 @@ PLANS = {
                 "encoder_hidden_states": split(1, "text"),
                 "attention_mask": split(1, "text"),
                 "freqs_cis": split(0, "image"),
-            },
+            }
         },
         attention={"attn": Attention(("image", "text"), mask="outer")},
         gather={"proj_out": split(1, "image")},

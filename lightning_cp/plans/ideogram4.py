@@ -10,11 +10,11 @@ PLANS = {
                 "attention_mask": mask("image"),
                 "image_rotary_emb": split(1, "image"),
                 "adaln_input": split(1, "image"),
-            },
+            }
         },
         arguments={"final_layer": {"conditioning": split(1, "image")}},
         gather={"final_layer": split(1, "image")},
         patches=patches("image"),
         packed=("hidden_states", "timestep", "encoder_hidden_states", "position_ids", "segment_ids", "indicator"),
-    ),
+    )
 }

@@ -17,11 +17,7 @@ PLANS = {
     ),
     "JoyImageEditPlusTransformer3DModel": Plan(
         blocks={
-            "double_blocks": {
-                **_TOKENS,
-                "image_rotary_emb": split(1, "image"),
-                "attention_mask": mask("image", "text"),
-            },
+            "double_blocks": {**_TOKENS, "image_rotary_emb": split(1, "image"), "attention_mask": mask("image", "text")}
         },
         gather={"proj_out": split(1, "image")},
         unused=_UNUSED,

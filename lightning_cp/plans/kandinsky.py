@@ -22,7 +22,7 @@ PLANS = {
                 "aud": split(1, "audio"),
                 "vis_rope": split(0, "image"),
                 "aud_rope": split(0, "audio"),
-            },
+            }
         },
         attention={
             "video_dec_block.self_attention": ("image",),
@@ -42,11 +42,7 @@ PLANS = {
     ),
     "Kandinsky6SRTransformer3DModel": Plan(
         blocks={
-            "visual_transformer_blocks": {
-                **_NABLA,
-                "hidden_states": split(1, "image"),
-                "rotary_emb": split(0, "image"),
-            },
+            "visual_transformer_blocks": {**_NABLA, "hidden_states": split(1, "image"), "rotary_emb": split(0, "image")}
         },
         attention={"self_attention": ("image",)},
         gather={"visual_transformer_blocks.-1": split(1, "image")},

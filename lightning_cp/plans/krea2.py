@@ -9,9 +9,9 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "image_rotary_emb": split(0, "image"),
                 "attention_mask": split(-1, "image"),
-            },
+            }
         },
         gather={"transformer_blocks.-1": split(1, "image")},
         patches=patches("image"),
-    ),
+    )
 }

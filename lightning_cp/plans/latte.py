@@ -16,5 +16,5 @@ PLANS = {
         gather={"proj_out": split(1, "image")},
         unused=("temporal_transformer_blocks.*",),
         patches=patches("image", once=("caption_projection",), alternate=True),
-    ),
+    )
 }

@@ -7,17 +7,11 @@ from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "LongCatAudioDiTTransformer": Plan(
-        blocks={
-            "blocks": {
-                "hidden_states": split(1, "audio"),
-                "mask": split(1, "audio"),
-                "rope": split(0, "audio"),
-            },
-        },
+        blocks={"blocks": {"hidden_states": split(1, "audio"), "mask": split(1, "audio"), "rope": split(0, "audio")}},
         attention={"self_attn": ("audio",), "cross_attn": LOCAL},
         gather={"blocks.-1": split(1, "audio")},
         main="audio",
         unused=("latent_embed.*", "latent_cond_embedder.*"),
         patches=patches("audio", overlaps=False),
-    ),
+    )
 }

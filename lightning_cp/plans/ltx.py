@@ -10,10 +10,10 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "temb": split(1, "image"),
                 "image_rotary_emb": split(1, "image"),
-            },
+            }
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         patches=patches("image", once=("caption_projection",)),
-    ),
+    )
 }

@@ -26,7 +26,7 @@ PLANS = {
                 "ca_video_rotary_emb": split(-2, "image"),
                 "ca_audio_rotary_emb": split(-2, "audio"),
                 "self_attention_mask": mask("image"),
-            },
+            }
         },
         attention={
             "attn1": Attention(("image",), mask="padded"),

@@ -17,7 +17,7 @@ PLANS = {
                 "hidden_states": split(1, "packed"),
                 "adaln_indices": split(0, "packed"),
                 "rotary_emb": split(0, "packed"),
-            },
+            }
         },
         arguments={"norm_out": {"timestep_indices": split(0, "packed")}},
         gather={"proj_out": split(1, "packed"), "audio_proj_out": split(1, "packed")},

@@ -10,10 +10,10 @@ PLANS = {
                 "encoder_hidden_states": split(1, "text"),
                 "encoder_attention_mask": split(1, "text"),
                 "image_rotary_emb": split(0, "image"),
-            },
+            }
         },
         attention={"attn1": Attention(("image", "text"), ragged=True)},
         gather={"proj_out": split(1, "image")},
         leading={"encoder_attention_mask": "attention moves the tokens that it keeps to the front"},
-    ),
+    )
 }

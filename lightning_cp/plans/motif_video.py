@@ -31,5 +31,5 @@ PLANS = {
         },
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_attention_mask"),),
-    ),
+    )
 }

@@ -20,16 +20,16 @@ PLANS = {
                     "cached_txt_key": _TEXT,
                     "cached_txt_value": _TEXT,
                 },
-            },
+            }
         },
         whole={
             "transformer_blocks.*.img_mlp": Whole(
                 {"hidden_states": _IMAGE, "hidden_states_unmodulated": _IMAGE}, _IMAGE, only="NucleusMoELayer"
-            ),
+            )
         },
         attention={"attn": Attention(("image",), ("image", "text"))},
         gather={"proj_out": _IMAGE},
         pads=(Pad("encoder_hidden_states", "encoder_hidden_states_mask"),),
         unused=("transformer_blocks.*.attn.norm_added_q.*",),
-    ),
+    )
 }

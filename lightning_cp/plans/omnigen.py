@@ -9,7 +9,7 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "attention_mask": mask("image"),
                 "image_rotary_emb": split(0, "image"),
-            },
+            }
         },
         gather={"norm": split(1, "image")},
         unused=("embed_tokens.*", "patch_embedding.input_image_proj.*"),
@@ -19,5 +19,5 @@ PLANS = {
             whole=("position_ids",),  # those of the first sample are used
             images=("input_image_sizes", "input_img_latents"),
         ),
-    ),
+    )
 }

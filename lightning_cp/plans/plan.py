@@ -80,11 +80,7 @@ class Kept:
 
 
 def split(
-    dim: int,
-    *modalities: str,
-    ndim: int | tuple[int, ...] | None = None,
-    local: Modalities = (),
-    folded: bool = False,
+    dim: int, *modalities: str, ndim: int | tuple[int, ...] | None = None, local: Modalities = (), folded: bool = False
 ) -> Split:
     """Short form of `Split(dim, modalities)`, for the tables of plans."""
     return Split(dim, modalities, ndim, local, folded)

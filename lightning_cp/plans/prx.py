@@ -10,10 +10,10 @@ PLANS = {
                 "encoder_hidden_states": split(1, "text"),
                 "image_rotary_emb": split(2, "image"),
                 "attention_mask": split(1, "text"),
-            },
+            }
         },
         attention={"attention": Attention(("image",), ("text", "image"))},
         gather={"final_layer": split(1, "image")},
         patches=patches("text", "image"),
-    ),
+    )
 }

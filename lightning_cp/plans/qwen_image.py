@@ -12,11 +12,11 @@ PLANS = {
                 "encoder_hidden_states_mask": split(1, "text"),
                 "image_rotary_emb": (split(0, "image"), split(0, "text")),
                 "modulate_index": split(1, "image"),
-            },
+            }
         },
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_hidden_states_mask"),),
         unused=("transformer_blocks.-1.*",),
         patches=patches("text", "image"),
-    ),
+    )
 }

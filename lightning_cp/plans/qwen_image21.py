@@ -18,7 +18,7 @@ PLANS = {
                 "cache_write_slice": split(0, "image"),
                 "segments": kept("segments"),
                 "key_valid": kept("key_valid"),
-            },
+            }
         },
         attention={
             "attn": Attention(
@@ -27,5 +27,5 @@ PLANS = {
         },
         gather={"transformer_blocks.-1": split(1, "image")},
         keeps_keys={"kv_cache_mode": _CACHE, "kv_cache": _CACHE},
-    ),
+    )
 }

@@ -35,5 +35,5 @@ REFUSED_MODULES = {
     "diffusers.models.unets.": (
         "it is a UNet: convolutions and GroupNorm over all positions, which would have to be split in space, not a "
         "sequence of tokens"
-    ),
+    )
 }

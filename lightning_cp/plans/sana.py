@@ -10,10 +10,7 @@ _SELF = Attention(
 )
 PLANS = {
     "SanaTransformer2DModel": Plan(
-        inputs={
-            "hidden_states": rows("image", 2, per="patch_size"),
-            "controlnet_block_samples": split(1, "image"),
-        },
+        inputs={"hidden_states": rows("image", 2, per="patch_size"), "controlnet_block_samples": split(1, "image")},
         blocks={"transformer_blocks": {"height": rows("image"), "hidden_states": split(1, "image")}},
         halos={"transformer_blocks.*.ff.conv_depth": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
@@ -21,17 +18,14 @@ PLANS = {
         patches=patches("image"),
     ),
     "SanaVideoTransformer3DModel": Plan(
-        inputs={
-            "hidden_states": rows("image", 2, per="patch_size"),
-            "controlnet_block_samples": split(1, "image"),
-        },
+        inputs={"hidden_states": rows("image", 2, per="patch_size"), "controlnet_block_samples": split(1, "image")},
         blocks={
             "transformer_blocks": {
                 "frames": rows("image"),
                 "hidden_states": split(1, "image"),
                 "timestep": split(1, "image"),
                 "rotary_emb": split(1, "image"),
-            },
+            }
         },
         halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},

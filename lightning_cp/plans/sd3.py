@@ -14,13 +14,10 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "encoder_hidden_states": split(1, "text"),
                 "joint_attention_kwargs": {"ip_hidden_states": split(1, "picture")},
-            },
+            }
         },
-        attention={
-            "attn": (Attention(("image", "text")), _ADAPTER),
-            "attn2": (Attention(("image",)), _ADAPTER),
-        },
+        attention={"attn": (Attention(("image", "text")), _ADAPTER), "attn2": (Attention(("image",)), _ADAPTER)},
         gather={"proj_out": split(1, "image")},
         patches=patches("image", "text"),
-    ),
+    )
 }

@@ -13,11 +13,11 @@ PLANS = {
                 "temb": split(2, "image", ndim=4),
                 "rotary_emb": split(1, "image"),
                 "attention_mask": mask("image"),
-            },
+            }
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"blocks.-1": split(1, "image")},
         embeddings={"patch_embedding": "image"},
         patches=patches("image", once=("condition_embedder.text_embedder", "condition_embedder.image_embedder")),
-    ),
+    )
 }

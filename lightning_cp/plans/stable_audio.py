@@ -13,7 +13,7 @@ PLANS = {
                 "hidden_states": split(1, "audio"),
                 "attention_mask": split(1, "audio"),
                 "rotary_embedding": split(0, "audio"),
-            },
+            }
         },
         attention={"attn1": ("audio",), "attn2": LOCAL},
         gather={"proj_out": split(1, "audio")},
@@ -27,14 +27,11 @@ PLANS = {
                 "hidden_states": split(1, "memory", "audio"),
                 "rope": split(0, "memory", "audio"),
                 "local_seq": split(1, "audio"),
-            },
+            }
         },
         attention={"self_attn": ("memory", "audio"), "cross_attn": LOCAL},
         gather={"transformer_blocks.-1": split(1, "memory", "audio")},
-        unused=(
-            "prompt_padding_embedding",
-            "transformer_blocks.*.to_local_embed.*",
-        ),
+        unused=("prompt_padding_embedding", "transformer_blocks.*.to_local_embed.*"),
         main="audio",
         patches=patches("memory", "audio"),
     ),

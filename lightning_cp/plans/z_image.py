@@ -15,12 +15,12 @@ PLANS = {
                 "attn_mask": split(1, "image"),
                 "freqs_cis": split(1, "image"),
                 "noise_mask": split(1, "image"),
-            },
+            }
         },
         whole={"all_final_layer.*": Whole({"x": split(1, "image")})},
         gather={},
         patches=patches(
             "image", once=("noise_refiner.*", "context_refiner.*", "siglip_refiner.*"), multiple=32, overlaps=False
         ),
-    ),
+    )
 }

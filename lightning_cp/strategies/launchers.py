@@ -22,14 +22,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import in_bad_fork, process_groups
-from lightning_cp.launch.rendezvous import (
-    LISTENER,
-    init_at,
-    is_loopback,
-    listen,
-    loopback_environment,
-    take_listener,
-)
+from lightning_cp.launch.rendezvous import LISTENER, init_at, is_loopback, listen, loopback_environment, take_listener
 from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh.groups import cached_groups
 from lightning_cp.strategies.sweep_ranks import StartsScripts
@@ -120,10 +113,7 @@ class LocalRanks:
         if self._listener is not None and rank == 0:
             descriptor = self._listener.detach()
         self.close()  # in the other ranks: their copies would keep the port open
-        settings = {
-            "timeout": strategy._timeout,
-            "device_id": None if device.type == "cpu" else device,
-        }
+        settings = {"timeout": strategy._timeout, "device_id": None if device.type == "cpu" else device}
         backend = strategy._get_process_group_backend()
         address = (environment.main_address, environment.main_port)
         init_at(address, backend, rank=rank, ranks=strategy.num_processes, listener=descriptor, **settings)

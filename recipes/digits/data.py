@@ -39,8 +39,7 @@ def load_scans() -> Scans:
 
     digits = load_digits()
     return Scans(
-        pixels=torch.from_numpy(digits.images).float() / 8.0 - 1.0,
-        labels=torch.from_numpy(digits.target).long(),
+        pixels=torch.from_numpy(digits.images).float() / 8.0 - 1.0, labels=torch.from_numpy(digits.target).long()
     )
 
 

@@ -41,12 +41,7 @@ def batch_order(config: DictConfig, data: Any, family: Family, strategy: Any) ->
         return DividedBatchSampler(division, config.batch_size, degrees, mixed=config.data.mixed, seed=config.seed)
     shard = DataShard.of(strategy)
     return BucketBatchSampler(
-        data.buckets,
-        config.batch_size,
-        seed=config.seed,
-        with_epoch=True,
-        data_rank=shard.rank,
-        data_size=shard.size,
+        data.buckets, config.batch_size, seed=config.seed, with_epoch=True, data_rank=shard.rank, data_size=shard.size
     )
 
 

@@ -76,14 +76,7 @@ def fit_with_fabric(
         request = stack.enter_context(StopRequest())
         stack.enter_context(without_cudnn_attention())
         run = setup.start(
-            fabric,
-            data_shard,
-            sampler,
-            tuning=tuning,
-            model=model,
-            module=module,
-            optimizer=optimizer,
-            request=request,
+            fabric, data_shard, sampler, tuning=tuning, model=model, module=module, optimizer=optimizer, request=request
         )
         precision = fabric.strategy.precision
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
@@ -170,10 +163,7 @@ class RecipeModule(FineTuning):
 
     @override
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         assert gradient_clip_val is not None, "the recipe's configuration gives it"
         self.steps.before_update(max_norm=gradient_clip_val)

@@ -186,9 +186,7 @@ class TrainingSetup(ABC):
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(
-            run.folder / "checkpoints",
-            in_background=config.checkpoint_async,
-            keep=config.keep_checkpoints,
+            run.folder / "checkpoints", in_background=config.checkpoint_async, keep=config.keep_checkpoints
         )
         trace = StepTrace(config.trace_step, run.folder / "trace" / f"rank_{run.ranks.global_rank}.json")
         open_writer = stack.enter_context(writer)

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.manifest import CheckpointError, parse_manifest

@@ -210,10 +210,7 @@ CASES = {
     "hunyuan_video": Case("hunyuan_video", (9, 48, 80), change=_published_template),
     "hunyuan_video15": Case("hunyuan_video15", (5, 12, 20), change=_published_chat, captions=QUOTING),
     "hunyuan_video15_image_to_video": Case(
-        "hunyuan_video15_image_to_video",
-        (5, 12, 20),
-        change=_published_chat,
-        captions=QUOTING,
+        "hunyuan_video15_image_to_video", (5, 12, 20), change=_published_chat, captions=QUOTING
     ),
     "qwen_image": Case("qwen_image", (1, 24, 40)),
     "qwen_image_controlnet": Case("qwen_image_controlnet", (1, 24, 40), reference=(24, 40)),

@@ -13,14 +13,7 @@ from pathlib import Path
 
 _PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _BEGIN, _END = "<!-- table: written by tests/families/report.py -->\n", "<!-- end of table -->\n"
-_COLUMNS = (
-    "capture",
-    "oracle",
-    "batch",
-    "capture bf16",
-    "oracle bf16",
-    "ranks",
-)
+_COLUMNS = ("capture", "oracle", "batch", "capture bf16", "oracle bf16", "ranks")
 
 
 def record(family: str, pipeline: str, case: str, column: str, error: float) -> None:

@@ -19,10 +19,7 @@ from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.training.modes import without_cudnn_attention
 from tests.reference import softmax_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.device_type in ("cuda", "any")]
 # Root mean square error, relative to the largest value: a few roundings of each dtype.
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-3, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # float32: TF32 allowed

@@ -12,10 +12,7 @@ from tests.dist.problems import Problem, cut, expect, local_mask, part_of, whole
 from tests.harness import RankPool
 from tests.reference import max_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def _errors_on_gpu(rank: int, world: int, problems: list[Problem]) -> list[tuple[float, float]]:

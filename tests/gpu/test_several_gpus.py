@@ -11,12 +11,7 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from lightning_cp import (
-    ContextParallelConfig,
-    apply_context_parallel,
-    capture_forward,
-    context_parallel_attention,
-)
+from lightning_cp import ContextParallelConfig, apply_context_parallel, capture_forward, context_parallel_attention
 from tests.reference import max_error
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -59,10 +59,7 @@ _BOTH = ("control", "transformer")
 _KINDS = {tiny.kind: name for name, tiny in reversed(CONTROLNETS.items())}
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "parallel"),
-    in_turn(_KINDS.values(), _MODES, (_BOTH, ("transformer",))),
-)
+@pytest.mark.parametrize(("name", "mode", "parallel"), in_turn(_KINDS.values(), _MODES, (_BOTH, ("transformer",))))
 @pytest.mark.default(1)
 def test_a_controlnet_trains_with_its_transformer(
     run_ranks: RankPool, name: str, mode: str, parallel: tuple[str, ...]

@@ -132,13 +132,7 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        ("flux2", ("ring", 3)),
-        *in_turn(
-            _STEPS,
-            (("ulysses", 3), ("rotation", 3), ("unified", 4), ("ring", 3)),
-        ),
-    ],
+    [("flux2", ("ring", 3)), *in_turn(_STEPS, (("ulysses", 3), ("rotation", 3), ("unified", 4), ("ring", 3)))],
 )
 @pytest.mark.default("flux2", "padded")
 def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, way: tuple[str, int]) -> None:

@@ -49,11 +49,6 @@ def test_rows_are_replaced_and_kept(tmp_path: Path) -> None:
     finally:
         features._errors.clear()
         features._errors.update(before)
-    assert features.rows_of(page) == {
-        "cfg=2": "to rounding",
-        "old": "refused",
-        "PAG": "refused",
-        "tiles": "exact",
-    }
+    assert features.rows_of(page) == {"cfg=2": "to rounding", "old": "refused", "PAG": "refused", "tiles": "exact"}
     assert "| cfg=2 | to rounding | 2e-08 |" in page.read_text()
     assert page.read_text().endswith("<!-- features: end -->\nb\n")

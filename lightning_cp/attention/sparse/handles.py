@@ -100,8 +100,7 @@ def _positions(places: Sequence[int]) -> Tensor | None:
 
 
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "select_block_mask(Tensor handle, SymInt[] queries, SymInt[] keys) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "select_block_mask(Tensor handle, SymInt[] queries, SymInt[] keys) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _LIBRARY.impl("select_block_mask", _select, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 

@@ -53,11 +53,7 @@ _LTX2 = (
     (r"av_cross_attn_(video|audio)_scale_shift\.(.+)", r"av_ca_\1_scale_shift_adaln_single.\2"),
     (r"av_cross_attn_(?:video|audio)_(a2v|v2a)_gate\.(.+)", r"av_ca_\1_gate_adaln_single.\2"),
 )
-_ORIGINAL = {
-    "WanTransformer3DModel": _WAN,
-    "LTXVideoTransformer3DModel": _LTX,
-    "LTX2VideoTransformer3DModel": _LTX2,
-}
+_ORIGINAL = {"WanTransformer3DModel": _WAN, "LTXVideoTransformer3DModel": _LTX, "LTX2VideoTransformer3DModel": _LTX2}
 
 
 def write_for_comfyui(

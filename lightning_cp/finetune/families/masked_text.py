@@ -41,10 +41,7 @@ class MaskedText(Family):
     def encoded(self, pipe: Any, captions: Sequence[str], **settings: Any) -> list[Sample]:
         """Encode captions with further arguments of the pipeline's `encode_prompt`."""
         embeds, mask, _, _ = pipe.encode_prompt(
-            list(captions),
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.facts["text_length"],
-            **settings,
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.facts["text_length"], **settings
         )
         return [{"prompt_embeds": x, "text_mask": y} for x, y in zip(embeds, mask, strict=True)]
 

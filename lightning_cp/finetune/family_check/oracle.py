@@ -30,15 +30,7 @@ def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Medi
     # two steps: with one, schedulers with `shift_terminal` divide by 0
     output = call(pipe, family, captions, media, num_inference_steps=2, output_type="latent").outputs[0]
     answer = _Oracle(family, stored, output)
-    record = call(
-        pipe,
-        family,
-        captions,
-        media,
-        answer=answer,
-        num_inference_steps=_STEPS,
-        output_type="pt",
-    )
+    record = call(pipe, family, captions, media, answer=answer, num_inference_steps=_STEPS, output_type="pt")
     errors = {}
     for name, expected in family.decoded(pipe, stored).items():
         result = torch.as_tensor(getattr(record.result, name)) if name else _pixels(record.result, expected)

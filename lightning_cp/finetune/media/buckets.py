@@ -62,12 +62,7 @@ def explicit_buckets(
 
 
 def nearest_bucket(
-    buckets: Sequence[Bucket],
-    frames_available: int,
-    height: int,
-    width: int,
-    *,
-    max_upscale: float = MAX_UPSCALE,
+    buckets: Sequence[Bucket], frames_available: int, height: int, width: int, *, max_upscale: float = MAX_UPSCALE
 ) -> Bucket:
     """Return the bucket with the nearest aspect ratio (by its logarithm), then with the most frames that are available.
 

@@ -125,11 +125,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, c
 
 
 def group_advantages(
-    rewards: Tensor,
-    prompts: Sequence[Hashable],
-    *,
-    std: Literal["group", "all"] = "group",
-    eps: float = 1e-4,
+    rewards: Tensor, prompts: Sequence[Hashable], *, std: Literal["group", "all"] = "group", eps: float = 1e-4
 ) -> Tensor:
     """Return (reward - mean of its prompt) / (std + eps) for each sample of this rank, float32 [b].
 

@@ -127,12 +127,7 @@ def _assert_exact(run_ranks: RankPool, world: int, cases: list[Problem]) -> None
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate"),
-    [
-        (3, 3, 1, "allgather"),
-        (3, 3, 1, "alltoall"),
-        (3, 1, 3, "allgather"),
-        (4, 4, 1, "grid 2x2"),
-    ],
+    [(3, 3, 1, "allgather"), (3, 3, 1, "alltoall"), (3, 1, 3, "allgather"), (4, 4, 1, "grid 2x2")],
 )
 @pytest.mark.default(1)
 def test_tangents_and_the_gradients_after_them_are_exact(
@@ -142,8 +137,7 @@ def test_tangents_and_the_gradients_after_them_are_exact(
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "rotate"),
-    [(3, 3, 1, "allgather"), (4, 4, 1, "grid 2x2"), (3, 1, 3, "allgather")],
+    ("world", "ring", "ulysses", "rotate"), [(3, 3, 1, "allgather"), (4, 4, 1, "grid 2x2"), (3, 1, 3, "allgather")]
 )
 def test_every_way_of_asking_for_tangents_gives_the_same(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str

@@ -53,11 +53,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "ring", "ulysses", "rotate", "layout"),
-    [
-        (3, 3, 1, "allgather", "transposed"),
-        (3, 1, 3, "allgather", "transposed"),
-        (4, 4, 1, "grid 2x2", "contiguous"),
-    ],
+    [(3, 3, 1, "allgather", "transposed"), (3, 1, 3, "allgather", "transposed"), (4, 4, 1, "grid 2x2", "contiguous")],
 )
 @pytest.mark.default("3-1-3")
 def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, layout: str) -> None:
@@ -94,12 +90,7 @@ def _compiled(rank: int, world: int, problem: Problem, backend: str) -> list[flo
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "rotate"),
-    [
-        (3, 3, 1, "alltoall"),
-        (3, 1, 3, "allgather"),
-        (4, 4, 1, "grid 2x2"),
-    ],
+    ("world", "ring", "ulysses", "rotate"), [(3, 3, 1, "alltoall"), (3, 1, 3, "allgather"), (4, 4, 1, "grid 2x2")]
 )
 @pytest.mark.default(1)
 def test_a_compiled_function_gives_the_same_numbers(

@@ -9,17 +9,7 @@ import pytest
 import torch
 
 from lightning_cp.attention import context_parallel_attention
-from tests.dist.problems import (
-    Problem,
-    Whole,
-    cut,
-    errors,
-    expect,
-    part_of,
-    solve,
-    squared_errors,
-    whole,
-)
+from tests.dist.problems import Problem, Whole, cut, errors, expect, part_of, solve, squared_errors, whole
 from tests.harness import RankPool
 from tests.harness.cases import in_turn
 

@@ -117,8 +117,7 @@ def _attention(rank: int, world: int, cases: list[Problem]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "rotate"),
-    [(3, 1, 3, "allgather"), (6, 2, 3, "allgather"), (4, 2, 2, "grid 1x2")],
+    ("world", "ring", "ulysses", "rotate"), [(3, 1, 3, "allgather"), (6, 2, 3, "allgather"), (4, 2, 2, "grid 1x2")]
 )
 @pytest.mark.default(1)
 def test_attention_with_masks_and_grouped_heads_is_exact(
@@ -213,8 +212,7 @@ def _unlike(rank: int, world: int) -> list[str]:
         lambda: apply_context_parallel(wan().build(), config, shares=given),
         lambda: context_parallel_attention(q, q, q, parallel_config=config, shares=given),
         lambda: apply_context_parallel(
-            wan().build(),
-            ContextParallelConfig(ring_degree=world, rotate_method="alltoall" if given else "allgather"),
+            wan().build(), ContextParallelConfig(ring_degree=world, rotate_method="alltoall" if given else "allgather")
         ),
     ):
         try:

@@ -168,13 +168,7 @@ def _check(rank: int, world: int, tried: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "grid"),
-    [
-        (3, 3, 1, None),
-        (3, 1, 3, None),
-        (6, 6, 1, (3, 2)),
-        (4, 2, 2, (1, 2)),
-    ],
+    ("world", "ring", "ulysses", "grid"), [(3, 3, 1, None), (3, 1, 3, None), (6, 6, 1, (3, 2)), (4, 2, 2, (1, 2))]
 )
 @pytest.mark.default(1)
 def test_results_and_gradients_equal_those_of_one_process(
@@ -219,10 +213,7 @@ def _count(rank: int, world: int, tried: list[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("world", "grid"),
-    [(3, None), (4, (2, 2))],
-)
+@pytest.mark.parametrize(("world", "grid"), [(3, None), (4, (2, 2))])
 @pytest.mark.default(1)
 def test_only_the_keys_of_blocks_that_are_not_empty_are_sent(
     run_ranks: RankPool, world: int, grid: tuple[int, int] | None

@@ -74,13 +74,7 @@ def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
     return float((resumed - straight).norm() / (straight - half).norm())
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ("ring", "sharded"),
-        ("sharded, whole file", "sharded"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then"), [("ring", "sharded"), ("sharded, whole file", "sharded")])
 @pytest.mark.default(1)
 def test_a_fit_goes_on_under_another_strategy(run_ranks: RankPool, tmp_path: Path, first: str, then: str) -> None:
     assert max(run_ranks(2, _go_on, first, then, str(tmp_path), init=False)) < 1e-3

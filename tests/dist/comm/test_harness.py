@@ -55,10 +55,7 @@ def test_workers_are_reused_but_a_call_leaves_no_state_to_the_next(run_ranks: Ra
 
 @pytest.mark.parametrize(
     ("function", "limit_s", "expected"),
-    [
-        (_one_raises, 150, r"rank 1 failed:(.|\n)*the cause"),
-        (_one_hangs, 6, r"rank 2 hung(.|\n)*_wait_for_nothing"),
-    ],
+    [(_one_raises, 150, r"rank 1 failed:(.|\n)*the cause"), (_one_hangs, 6, r"rank 2 hung(.|\n)*_wait_for_nothing")],
 )
 @pytest.mark.default(1)
 def test_a_failing_rank_is_reported_and_the_pool_recovers(

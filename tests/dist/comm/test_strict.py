@@ -21,12 +21,7 @@ from tests.harness.strict import Strict
 from tests.pipelines.tiny import error_of
 
 _STRICT = Strict(serial=True, backward_thread=True)
-_MODES = [
-    (3, 3, 1, "allgather"),
-    (3, 1, 3, "allgather"),
-    (6, 3, 2, "alltoall"),
-    (4, 4, 1, "grid 2x2"),
-]
+_MODES = [(3, 3, 1, "allgather"), (3, 1, 3, "allgather"), (6, 3, 2, "alltoall"), (4, 4, 1, "grid 2x2")]
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), _MODES)

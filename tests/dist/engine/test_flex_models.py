@@ -26,16 +26,7 @@ from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.errors import InterceptionError
 from lightning_cp.plans import LOCAL
 from tests.dist.compare import averaged, outcome, worst
-from tests.dist.engine.flex_model import (
-    IMAGE,
-    PLAN,
-    Model,
-    arguments,
-    block_mask,
-    crossing,
-    dense,
-    with_dense_masks,
-)
+from tests.dist.engine.flex_model import IMAGE, PLAN, Model, arguments, block_mask, crossing, dense, with_dense_masks
 from tests.harness import RankPool
 from tests.models.flux import flux
 
@@ -145,13 +136,7 @@ def _checkpointed(rank: int, world: int, way: str, compiled: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("way", "compiled"),
-    [
-        ("full", False),
-        ("selective", False),
-        ("reentrant", False),
-        ("selective", True),
-    ],
+    ("way", "compiled"), [("full", False), ("selective", False), ("reentrant", False), ("selective", True)]
 )
 @pytest.mark.default(2)
 def test_checkpoints_replay_with_masks_that_were_dropped(run_ranks: RankPool, way: str, compiled: bool) -> None:

@@ -46,12 +46,7 @@ def _check(rank: int, world: int, mode: str, shape: tuple[int, int]) -> tuple[st
 
 @pytest.mark.parametrize(
     ("world", "mode", "shape"),
-    [
-        (3, "ring", (1, 5)),
-        (4, "unified", (2, 2)),
-        (3, "rotation", (1, 5)),
-        (3, "replay", (1, 5)),
-    ],
+    [(3, "ring", (1, 5)), (4, "unified", (2, 2)), (3, "rotation", (1, 5)), (3, "replay", (1, 5))],
 )
 @pytest.mark.default(1)
 def test_all_ranks_choose_the_blocks_of_one_process(

@@ -246,13 +246,7 @@ def _compiled(rank: int, world: int, backend: str, tokens: int, whole: bool) -> 
     return masks, torch.rand(3), bool(torch.isin(out, torch.tensor([0.0, 2 / 0.9])).all() and last.training)
 
 
-@pytest.mark.parametrize(
-    ("world", "backend", "whole"),
-    [
-        (3, "aot_eager", True),
-        (3, "inductor", False),
-    ],
-)
+@pytest.mark.parametrize(("world", "backend", "whole"), [(3, "aot_eager", True), (3, "inductor", False)])
 @pytest.mark.full
 def test_compiled_blocks_draw_apart(run_ranks: RankPool, world: int, backend: str, whole: bool) -> None:
     tokens = 4 * world

@@ -137,12 +137,7 @@ def _at_the_threshold(rank: int, world: int, name: str, mode: str, cfg: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "world", "cfg"),
-    [
-        ("wan", "ring", 3, 1),
-        ("wan", "ring", 4, 2),
-        ("cogvideox", "unified", 4, 1),
-    ],
+    ("name", "mode", "world", "cfg"), [("wan", "ring", 3, 1), ("wan", "ring", 4, 2), ("cogvideox", "unified", 4, 1)]
 )
 @pytest.mark.default(1)
 def test_the_decision_is_that_of_all_tokens_and_rows(

@@ -118,10 +118,7 @@ def test_fixed_lengths_bound_the_graphs_of_context_parallel_blocks(qwen_image: G
     assert found.graphs[5] == found.graphs[-1] == len(LENGTHS), found.graphs
 
 
-@pytest.mark.parametrize(
-    ("ring", "sizes"),
-    [(1, SIZES[:1]), (3, SIZES)],
-)
+@pytest.mark.parametrize(("ring", "sizes"), [(1, SIZES[:1]), (3, SIZES)])
 def test_dynamic_shapes_need_three_graphs_for_all_lengths(
     ring: int, sizes: Sequence[tuple[int, int]], qwen_image: Given, run_ranks: RankPool
 ) -> None:

@@ -127,11 +127,7 @@ def _train(rank: int, world: int, kind: type, degrees: dict[str, int], lora: boo
 
 @pytest.mark.parametrize(
     ("world", "kind", "degrees", "lora", "micro"),
-    [
-        (3, CP, {"ring": 3}, False, None),
-        (2, FSDP, {"ulysses": 2}, False, 1),
-        (4, FSDP, {"ring": 2}, True, None),
-    ],
+    [(3, CP, {"ring": 3}, False, None), (2, FSDP, {"ulysses": 2}, False, 1), (4, FSDP, {"ring": 2}, True, None)],
 )
 @pytest.mark.full
 def test_experts_on_several_ranks_train_as_in_one_process(

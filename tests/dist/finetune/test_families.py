@@ -113,10 +113,7 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
 
 @pytest.mark.parametrize(
     ("kind", "degrees"),
-    [
-        (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),
-        (ContextParallelFSDPStrategy, {"ring": 2}),
-    ],
+    [(ContextParallelStrategy, {"ring": 2, "ulysses": 2}), (ContextParallelFSDPStrategy, {"ring": 2})],
     ids=["unified", "cp_fsdp"],
 )
 @pytest.mark.default(1)

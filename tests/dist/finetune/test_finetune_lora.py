@@ -109,17 +109,11 @@ CP, FSDP = ContextParallelStrategy, ContextParallelFSDPStrategy
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "degrees", "optimizer"),
-    [("wan", CP, {"ring": 3}, "sgd"), ("flux", FSDP, {"ring": 3}, "adamw")],
+    ("name", "kind", "degrees", "optimizer"), [("wan", CP, {"ring": 3}, "sgd"), ("flux", FSDP, {"ring": 3}, "adamw")]
 )
 @pytest.mark.default(1)
 def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
-    run_ranks: RankPool,
-    folders: dict[str, Path],
-    name: str,
-    kind: type,
-    degrees: dict[str, int],
-    optimizer: str,
+    run_ranks: RankPool, folders: dict[str, Path], name: str, kind: type, degrees: dict[str, int], optimizer: str
 ) -> None:
     folder, world = folders[name], degrees.get("ring", 1) * degrees.get("ulysses", 1)
     losses, expected = alone(folder, name, optimizer)
@@ -202,10 +196,7 @@ def _low_precision(rank: int, world: int, folder: Path, name: str, kind: type, p
     return gradient, ", ".join(sorted(dtypes))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "precision"),
-    [("wan", FSDP, "bf16-mixed"), ("flux", CP, "32-true")],
-)
+@pytest.mark.parametrize(("name", "kind", "precision"), [("wan", FSDP, "bf16-mixed"), ("flux", CP, "32-true")])
 @pytest.mark.default(1)
 def test_a_float32_adapter_trains_on_a_bfloat16_base(
     run_ranks: RankPool, folders: dict[str, Path], name: str, kind: type, precision: str
@@ -260,8 +251,7 @@ def _gradients_of(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "world", "strategy"),
-    [("wan", "dora", 3, CP), ("wan", "lokr", 3, FSDP), ("flux", "lokr", 2, CP)],
+    ("name", "kind", "world", "strategy"), [("wan", "dora", 3, CP), ("wan", "lokr", 3, FSDP), ("flux", "lokr", 2, CP)]
 )
 @pytest.mark.default(1)
 def test_gradients_of_every_kind_are_exact_and_diffusers_loads_it(

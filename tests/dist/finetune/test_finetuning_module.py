@@ -109,10 +109,7 @@ def alone(flux: Path, run_ranks: RankPool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [(3, "cp3"), (4, "cp2")],
-)
+@pytest.mark.parametrize(("world", "name"), [(3, "cp3"), (4, "cp2")])
 @pytest.mark.default(1)
 def test_losses_equal_one_process(
     world: int, name: str, flux: Path, alone: dict[str, Any], run_ranks: RankPool

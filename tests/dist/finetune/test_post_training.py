@@ -63,11 +63,7 @@ DMD2, DPO = script("dmd2"), script("dpo")
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
 CP, FSDP = "ContextParallelStrategy", "ContextParallelFSDPStrategy"
 DOUBLE = "64-true"
-LAYOUTS = [
-    (3, CP, {"ring": 3}, DOUBLE),
-    (4, CP, {"ulysses": 2}, DOUBLE),
-    (4, FSDP, {"ring": 2}, "32-true"),
-]
+LAYOUTS = [(3, CP, {"ring": 3}, DOUBLE), (4, CP, {"ulysses": 2}, DOUBLE), (4, FSDP, {"ring": 2}, "32-true")]
 
 
 def tolerance_of(world: int, precision: str) -> float:

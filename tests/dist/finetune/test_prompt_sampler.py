@@ -70,10 +70,7 @@ def _fit(rank: int, world: int, made: Path, strategy: str, folder: Path | None) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [(3, "cp"), (4, "cp_fsdp")],
-)
+@pytest.mark.parametrize(("world", "strategy"), [(3, "cp"), (4, "cp_fsdp")])
 def test_losses_are_the_same_with_and_without_pictures(
     world: int, strategy: str, flux: Path, run_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -110,11 +107,7 @@ def _drawn(rank: int, world: int, made: Path, kind: str, ring: int, prompts: Seq
     return [gather_samples(fabric, sampler.draw(), shard)[: len(prompts)] for _ in range(2)]
 
 
-SIZED = [
-    PROMPTS[0],
-    {"prompt": PROMPTS[0], "seed": 0},
-    {"prompt": PROMPTS[0], "seed": 7, "height": 2 * HEIGHT},
-]
+SIZED = [PROMPTS[0], {"prompt": PROMPTS[0], "seed": 0}, {"prompt": PROMPTS[0], "seed": 7, "height": 2 * HEIGHT}]
 UNEQUAL = [*SIZED, {"prompt": PROMPTS[0], "num_inference_steps": 3, "negative_prompt": "a", "true_cfg_scale": 2.0}]
 
 

@@ -102,10 +102,7 @@ def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "average"),
-    [("cp", "lightning"), ("cp_fsdp", "none")],
-)
+@pytest.mark.parametrize(("kind", "average"), [("cp", "lightning"), ("cp_fsdp", "none")])
 @pytest.mark.full
 def test_pictures_use_the_average_and_do_not_change_training(
     run_ranks: RankPool, tmp_path: Path, kind: str, average: str

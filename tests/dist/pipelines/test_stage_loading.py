@@ -64,8 +64,7 @@ def _compare(rank: int, world: int, folder: Path, name: str, settings: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "settings"),
-    [(3, "flux", {"pipe": 3, "patches": 2}), (2, "sd3", {"pipe": [1, 2], "patches": 3})],
+    ("world", "name", "settings"), [(3, "flux", {"pipe": 3, "patches": 2}), (2, "sd3", {"pipe": [1, 2], "patches": 3})]
 )
 @pytest.mark.default("sd3")
 def test_a_rank_reads_the_weights_of_its_stage(

@@ -68,13 +68,7 @@ class Trains(LightningModule):
     def train_dataloader(self) -> Any:
         strategy: Any = self.trainer.strategy
         if self.endless:
-            return bucket_loader(
-                Clips(),
-                batch_size=BATCH,
-                ranks=strategy,
-                seed=SEED,
-                start_step=self.global_step,
-            )
+            return bucket_loader(Clips(), batch_size=BATCH, ranks=strategy, seed=SEED, start_step=self.global_step)
         self.sampler = _sampler(strategy, leftovers=self.leftovers)
         if self.resumed is not None:
             self.sampler.load_state_dict(self.resumed)
@@ -118,8 +112,7 @@ def _fit(rank: int, world: int, kind: str, ring: int, leftovers: str) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "kind", "leftovers"),
-    [(4, 2, "cp", "carry"), (3, 1, "cp_fsdp", "carry"), (3, 3, "cp", "repeat")],
+    ("world", "ring", "kind", "leftovers"), [(4, 2, "cp", "carry"), (3, 1, "cp_fsdp", "carry"), (3, 3, "cp", "repeat")]
 )
 @pytest.mark.default(1)
 def test_the_trainer_takes_every_batch_of_every_epoch(

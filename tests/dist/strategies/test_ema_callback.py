@@ -101,10 +101,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "settings"),
-    [("cp_fsdp", 3, {}), ("cp", 2, {})],
-)
+@pytest.mark.parametrize(("kind", "world", "settings"), [("cp_fsdp", 3, {}), ("cp", 2, {})])
 @pytest.mark.default(1)
 def test_weights_are_averaged_and_validated_and_training_goes_on_with_its_own(
     run_ranks: RankPool, kind: str, world: int, settings: dict[str, Any]

@@ -68,11 +68,7 @@ _NORM, _VALUE = {"max_norm": 0.01}, {"clip_val": 1e-3}
 
 @pytest.mark.parametrize(
     ("kind", "world", "settings", "clip"),
-    [
-        ("cp", 3, {}, _NORM),
-        ("cp_fsdp", 2, {}, _VALUE),
-        ("cp_fsdp", 4, {"ring": 2, "replicate": 2}, {}),
-    ],
+    [("cp", 3, {}, _NORM), ("cp_fsdp", 2, {}, _VALUE), ("cp_fsdp", 4, {"ring": 2, "replicate": 2}, {})],
 )
 @pytest.mark.default(1)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(

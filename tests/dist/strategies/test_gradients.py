@@ -120,12 +120,7 @@ def _values(rank: int, world: int, kind: str, degrees: dict[str, int]) -> list[f
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "degrees"),
-    [
-        ("cp", 3, {"ring": 3}),
-        ("cp_fsdp", 3, {}),
-        ("cp_fsdp", 2, {"ulysses": 2}),
-    ],
+    ("kind", "world", "degrees"), [("cp", 3, {"ring": 3}), ("cp_fsdp", 3, {}), ("cp_fsdp", 2, {"ulysses": 2})]
 )
 @pytest.mark.default(2)
 def test_gradients_of_one_process_on_every_rank(

@@ -52,10 +52,7 @@ def _gradients(rank: int, world: int, kind: str, settings: dict[str, Any]) -> tu
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [
-        (4, {"ring": 2}),
-        (3, {"ring": 3, "sharded": True, "lora": True}),
-    ],
+    [(4, {"ring": 2}), (3, {"ring": 3, "sharded": True, "lora": True})],
     ids=["DDP and ring", "FSDP2, ring of 3, LoRA"],
 )
 @pytest.mark.full

@@ -73,11 +73,7 @@ def _error(
 
 @pytest.mark.parametrize(
     ("strategy", "adapters", "checkpointing", "factors"),
-    [
-        ("cp_fsdp", "", True, (1.0, 0.5, 2.0)),
-        ("cp", "lora", True, (1.0, 0.5, 2.0)),
-        ("cp_fsdp", "lokr", False, (1.0,)),
-    ],
+    [("cp_fsdp", "", True, (1.0, 0.5, 2.0)), ("cp", "lora", True, (1.0, 0.5, 2.0)), ("cp_fsdp", "lokr", False, (1.0,))],
 )
 @pytest.mark.default(1)
 def test_gradients_are_exact(
@@ -105,9 +101,7 @@ def _own(rank: int, world: int) -> tuple[float, int]:
     for block in model.blocks:
         block.out = nn.Sequential(block.out, Own().double())
     plan = Plan(
-        blocks={"blocks": {"x": split(1, "image")}},
-        gather={"proj_out": split(1, "image")},
-        feed_forwards=("out.1",),
+        blocks={"blocks": {"x": split(1, "image")}}, gather={"proj_out": split(1, "image")}, feed_forwards=("out.1",)
     )
     x = torch.randn(2, 19, 16, dtype=torch.float64)
     model(x)[0].square().mean().backward()

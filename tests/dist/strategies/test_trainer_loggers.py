@@ -52,9 +52,7 @@ def _to_tensorboard(rank: int, world: int, folder: str) -> list[list[int]]:
 
 
 def test_tensorboard_gets_one_event_file(run_ranks: RankPool, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     seen = run_ranks(4, _to_tensorboard, str(tmp_path), init=False)
     version = Path("rank 0", "board", "version_0")

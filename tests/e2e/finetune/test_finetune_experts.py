@@ -116,10 +116,7 @@ def test_options_give_the_same_run(both: Callable[..., Finished], alone: Finishe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("strategy=cp ring=2", "strategy=cp_fsdp ring=3")],
-)
+@pytest.mark.parametrize(("first", "second"), [("strategy=cp ring=2", "strategy=cp_fsdp ring=3")])
 def test_a_resume_before_an_expert_was_drawn(
     both: Callable[..., Finished], alone: Finished, first: str, second: str
 ) -> None:

@@ -75,8 +75,7 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_complete(victim: str, tm
 
 
 @pytest.mark.parametrize(
-    ("number", "trainer"),
-    [(signal.SIGUSR1, "fabric"), (signal.SIGINT, "fabric"), (signal.SIGTERM, "lightning")],
+    ("number", "trainer"), [(signal.SIGUSR1, "fabric"), (signal.SIGINT, "fabric"), (signal.SIGTERM, "lightning")]
 )
 @pytest.mark.full
 def test_a_stopped_job_writes_a_checkpoint_and_resumes_from_it(number: int, trainer: str, tmp_path: Path) -> None:

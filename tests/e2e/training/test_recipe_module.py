@@ -132,11 +132,7 @@ def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[
     return recorded.losses, {key: float(x) for key, x in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [("trainer=lightning", "micro_batch_size=3"), ()],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("given", [("trainer=lightning", "micro_batch_size=3"), ()], ids=" ".join)
 @pytest.mark.default(1)
 def test_the_recipe_trains_the_module(given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool) -> None:
     (increased,) = run_ranks(1, _recipe, flux, tmp_path / "recipe", *given, init=False)
@@ -186,11 +182,7 @@ def _weights(folder: Path) -> dict[tuple[str, str], bytes]:
     return {(file, name): x.numpy().tobytes() for file, state in files.items() for name, x in state.items()}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [(), ("lora=null",), ("trainer=lightning",)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("given", [(), ("lora=null",), ("trainer=lightning",)], ids=" ".join)
 @pytest.mark.default(1)
 def test_weights_are_saved_every_few_steps_and_at_a_stop(
     given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool

@@ -20,17 +20,7 @@ from lightning_cp.engine.attention.stand_ins import original_of
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.plans import LOCAL, Plan
 from tests.dist.compare import averaged, outcome, worst
-from tests.faults.engine.patched_parts import (
-    FOLLOWED,
-    HELD,
-    PLAN,
-    REFUSED,
-    Nested,
-    attend,
-    build,
-    build_held,
-    imported,
-)
+from tests.faults.engine.patched_parts import FOLLOWED, HELD, PLAN, REFUSED, Nested, attend, build, build_held, imported
 from tests.harness import RankPool
 from tests.models.wan import wan
 

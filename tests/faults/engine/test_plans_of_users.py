@@ -72,10 +72,7 @@ def _local_among_others(rank: int, world: int, mode: str, video: int, text: int)
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
-@pytest.mark.parametrize(
-    ("mode", "video", "text"),
-    [("ring", 15, 7), ("ulysses", 16, 5), ("ulysses", 15, 15)],
-)
+@pytest.mark.parametrize(("mode", "video", "text"), [("ring", 15, 7), ("ulysses", 16, 5), ("ulysses", 15, 15)])
 @pytest.mark.default(2)
 def test_local_calls_beside_others_in_one_module_are_exact(
     run_ranks: RankPool, mode: str, video: int, text: int

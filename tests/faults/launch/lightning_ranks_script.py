@@ -33,11 +33,7 @@ def write_what_listens(folder: str, name: str = "") -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dist.get_rank(), group=dist.new_group())
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LIGHTNING_CP_LISTENER")
-    found = {
-        "listens": listening("self"),
-        "met": everyone,
-        "variables": [os.environ.get(name) for name in names],
-    }
+    found = {"listens": listening("self"), "met": everyone, "variables": [os.environ.get(name) for name in names]}
     Path(folder, f"{name}{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
 

@@ -52,11 +52,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("flavour", "kind", "method", "ranks"),
-    [
-        ("fabric", "cp", "fork", 3),
-        ("fabric", "cp_fsdp", "popen", 3),
-        ("trainer", "cp_fsdp", "spawn", 2),
-    ],
+    [("fabric", "cp", "fork", 3), ("fabric", "cp_fsdp", "popen", 3), ("trainer", "cp_fsdp", "spawn", 2)],
 )
 @pytest.mark.default(1)
 def test_ranks_of_lightnings_launchers_listen_on_the_loopback_interface_only(

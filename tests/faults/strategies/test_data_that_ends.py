@@ -15,10 +15,7 @@ from tests.e2e.recipe import SMALL, error_of, run
 
 @pytest.mark.parametrize(
     ("settings", "share", "rank"),
-    [
-        ("strategy=cp ring=3 trainer=lightning", 12, 0),
-        ("strategy=cp_fsdp data_parallel=2 num_workers=1", 6, 0),
-    ],
+    [("strategy=cp ring=3 trainer=lightning", 12, 0), ("strategy=cp_fsdp data_parallel=2 num_workers=1", 6, 0)],
 )
 @pytest.mark.full
 def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, rank: int, tmp_path: Path) -> None:

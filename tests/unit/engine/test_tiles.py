@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cp import (
-    ContextParallelConfig,
-    apply_context_parallel,
-    remove_context_parallel,
-    selective_checkpoint,
-)
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.engine.tiles import feed_forwards

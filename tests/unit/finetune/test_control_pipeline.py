@@ -24,8 +24,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [("flux", "FluxControlNetModel"), ("qwen_image", "QwenImageControlNetModel")],
+    ("case", "kind"), [("flux", "FluxControlNetModel"), ("qwen_image", "QwenImageControlNetModel")]
 )
 @pytest.mark.default(1)
 def test_it_has_the_weights_of_the_first_blocks(case: str, kind: str, tmp_path: Path) -> None:

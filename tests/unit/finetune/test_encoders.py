@@ -58,10 +58,7 @@ def test_dtypes_of_text_encoders_and_vae(tmp_path: Path) -> None:
 
 def test_the_dtype_of_the_vae_is_that_of_all_vaes(tmp_path: Path) -> None:
     pipe = load_encoders(str(saved(tmp_path / "pipe", "ltx2")), torch.bfloat16, vae_dtype=torch.float32)
-    assert (pipe.vae.dtype, pipe.audio_vae.dtype, pipe.text_encoder.dtype) == (
-        *(torch.float32,) * 2,
-        torch.bfloat16,
-    )
+    assert (pipe.vae.dtype, pipe.audio_vae.dtype, pipe.text_encoder.dtype) == (*(torch.float32,) * 2, torch.bfloat16)
 
 
 def test_a_missing_vae_or_text_encoder_is_named(tmp_path: Path) -> None:

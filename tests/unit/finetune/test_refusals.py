@@ -19,25 +19,10 @@ from tests.unit.recipes.composed import composed
 @pytest.mark.parametrize(
     ("family", "component", "lora", "message"),
     [
-        (
-            "flux_controlnet",
-            "transformer",
-            "null",
-            "model.component=transformer must be controlnet for",
-        ),
-        (
-            "flux_controlnet",
-            "controlnet",
-            "{rank: 4}",
-            "lora must be null for flux_controlnet, which trains",
-        ),
+        ("flux_controlnet", "transformer", "null", "model.component=transformer must be controlnet for"),
+        ("flux_controlnet", "controlnet", "{rank: 4}", "lora must be null for flux_controlnet, which trains"),
         ("wan_vace", "transformer", "{rank: 4}", "lora must be null for wan_vace, which trains weights of its transf"),
-        (
-            "pixart_sigma",
-            "transformer",
-            "{rank: 4}",
-            "lora must be null for pixart_sigma: in diffusers, its",
-        ),
+        ("pixart_sigma", "transformer", "{rank: 4}", "lora must be null for pixart_sigma: in diffusers, its"),
     ],
 )
 def test_what_a_family_does_not_train_is_named(family: str, component: str, lora: str, message: str) -> None:

@@ -73,8 +73,7 @@ class FluxControlNet(WithControlNet, Flux):
     name = "flux_controlnet"
     pipelines = ("FluxControlNetPipeline",)
     components = replace(
-        Flux.components,
-        side=SideModel(CONTROLNET, ("controlnet_block_samples", "controlnet_single_block_samples")),
+        Flux.components, side=SideModel(CONTROLNET, ("controlnet_block_samples", "controlnet_single_block_samples"))
     )
 
     @classmethod
@@ -88,10 +87,7 @@ class FluxControlNet(WithControlNet, Flux):
         if self.facts["control_guidance_embeds"]:
             guidance = torch.full([len(noisy)], options.guidance, dtype=torch.float32, device=noisy.device)
         arguments = super().inputs(noisy, times, stored, options)
-        return {
-            **self.with_control(arguments, stored, options, guidance=guidance),
-            "controlnet_blocks_repeat": False,
-        }
+        return {**self.with_control(arguments, stored, options, guidance=guidance), "controlnet_blocks_repeat": False}
 
 
 class QwenImageControlNet(WithControlNet, QwenImage):

@@ -58,11 +58,7 @@ class StableDiffusion3(Family):
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
         embeds, _, pooled, _ = pipe.encode_prompt(
-            list(captions),
-            None,
-            None,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.facts["t5_length"],
+            list(captions), None, None, do_classifier_free_guidance=False, max_sequence_length=self.facts["t5_length"]
         )
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
 

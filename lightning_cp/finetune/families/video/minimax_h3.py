@@ -137,10 +137,7 @@ class MiniMaxH3(Family):
         latents = stored_latents(stored, None if noise is None else noise["video"])
         video = [per_channel(self.facts[name], latents) for name in ("latents_mean", "latents_std")]
         sound = [per_channel(self.facts[name], stored["sound"], dim=-1) for name in ("sound_mean", "sound_std")]
-        return {
-            "video": (latents - video[0]) / video[1],
-            "sound": (stored["sound"].float() - sound[0]) / sound[1],
-        }
+        return {"video": (latents - video[0]) / video[1], "sound": (stored["sound"].float() - sound[0]) / sound[1]}
 
     @override
     def decode(self, vae: Any, latents: Tensor) -> Tensor:

@@ -126,10 +126,7 @@ def test_what_is_missing_or_double_is_noticed_at_the_end(
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (
-            media(2) | {"latents": media(1)["latents"]},
-            "'sample-0002' has the tensors bfloat16 .*, but the media",
-        ),
+        (media(2) | {"latents": media(1)["latents"]}, "'sample-0002' has the tensors bfloat16 .*, but the media"),
         (media(2) | {"other": torch.zeros(2)}, r"has the tensors \{.*'other'.*\}, but the media 'sample-0000' has"),
         (media(2) | {"latents": torch.zeros(2)}, "'latents': 'float32'.*but the media 'sample-0000' has.*bfloat16"),
     ],
