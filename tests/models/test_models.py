@@ -32,8 +32,9 @@ _DEFAULT = (  # one of each kind of plan, each in one mode at 3 ranks
     *(("hunyuan_video", "ulysses", 3), ("z_image", "ring", 3), ("cogvideox", "rotation", 3)),  # segments, padding
     *(("ltx2", "ring", 3), ("ace_step", "ulysses", 3), ("control_flux", "rotation", 3)),  # sound, ControlNets
     *(("qwen_image21", "ring", 3), ("omnigen", "ulysses", 3)),  # causal segments
-    *(("lumina2", "ring", 3), ("latte", "ulysses", 3), ("cogview4", "ring", 3)),  # masks, scales, times of each frame
-    *(("motif_video", "ulysses", 3), ("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
+    *(("lumina_next_proportional", "ring", 3), ("cogview4_masked", "ring", 3)),  # scales, masks of pairs
+    *(("latte", "ulysses", 3), ("motif_video", "ulysses", 3)),  # times of each frame, encoders
+    *(("flux", "unified", 4), ("wan", "replay", 3), ("flux", "grid", 4)),
 )
 # every class in the modes of 3 ranks and with both degrees, its other inputs in one mode each; a third at more ranks
 _OTHERS = in_turn([name for name in TINY if name not in FIRST.values()], _AT_3[:3])
