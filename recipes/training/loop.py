@@ -176,7 +176,9 @@ class Steps:
         export: Callable[[Run], None] = lambda _: None,
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
-        self._run, self._config, self._writer = run, config, writer
+        self._run, self._writer = run, writer
+        self._max_steps: int = config.max_steps
+        self._checkpoint_every, self._save_every = config.checkpoint_every, config.get("save_every")
         self._schedule, self._tokens = schedule, tokens
         self._trace, self._guard, self._watchers = trace, guard, watchers
         self._validate, self._export, self._after_step = validate, export, after_step
@@ -190,7 +192,7 @@ class Steps:
     @property
     def are_done(self) -> bool:
         """Return True once `max_steps` is reached."""
-        return bool(self._run.state.step >= self._config.max_steps)
+        return self._run.state.step >= self._max_steps
 
     def begin(self) -> None:
         """Set the learning rate and start the trace. Call it before the forward."""
@@ -249,8 +251,8 @@ class Steps:
             state.skipped += 1
         self._report()
         self._trace.end()  # the trace leaves out what follows: it does not run in every step
-        every = self._config.get("save_every")
-        saves = bool(number) or self.are_done or state.step % self._config.checkpoint_every == 0
+        every = self._save_every
+        saves = bool(number) or self.are_done or state.step % self._checkpoint_every == 0
         exports = every is not None and (bool(number) or state.step % every == 0)
         self._save(checkpoint=saves, export=exports)
         if number or self.are_done:
