@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -105,11 +106,11 @@ class _CalledError(Exception):
 
 @contextmanager
 def until_called(*models: nn.Module) -> Iterator[dict[str, Any]]:
-    """End the body at the first call of one of the models. Yields: a dict that receives the keyword arguments."""
+    """End the body at the first call of one of the models. Yields: a dict that receives its arguments by name."""
     arguments: dict[str, Any] = {}
 
     def catch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.update(kwargs)
+        arguments.update(zip(inspect.signature(model.forward).parameters, args), **kwargs)
         raise _CalledError
 
     with ExitStack() as stack, suppress(_CalledError):

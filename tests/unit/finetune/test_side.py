@@ -13,7 +13,13 @@ from lightning_cp.errors import FamilyError
 from lightning_cp.families import SideModel, collate, family_for
 from lightning_cp.family_check import store, training_models
 from lightning_cp.finetune import SteeredTransformer, freeze_base
-from lightning_cp.finetune.side import called_by_pipeline, compile_blocks, models_by_component, trained_model
+from lightning_cp.finetune.side import (
+    called_by_pipeline,
+    compile_blocks,
+    models_by_component,
+    trained_model,
+    until_called,
+)
 from lightning_cp.objectives import objective_for
 from tests.families.cases import CASES, made, media
 
@@ -118,3 +124,13 @@ def test_the_blocks_of_a_controlnet_are_compiled_like_those_of_its_transformer(m
     assert compiled == blocks
     compile_blocks(pipe.transformer)
     assert compiled[3:] == [*blocks, "FluxSingleTransformerBlock"]
+
+
+def test_the_first_call_ends_the_work_and_all_of_its_arguments_have_names() -> None:
+    model, done = nn.Bilinear(2, 2, 2), []
+    with until_called(nn.Linear(2, 2), model) as arguments:
+        model(torch.ones(2), input2=torch.zeros(2))
+        done.append("more work")
+    assert {name: x.tolist() for name, x in arguments.items()} == {"input1": [1, 1], "input2": [0, 0]}
+    assert not done
+    assert model(torch.ones(2), torch.zeros(2)).isfinite().all(), "the hook is gone"
